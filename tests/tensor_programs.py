@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 import gradmesh as gm
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 
 IGNORED = -100
 

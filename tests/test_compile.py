@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
+from gradmesh.autograd.traced import collective, decode, encode
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.sizes import EQUAL
-from gradmesh.ops.traced import collective, decode, encode
 
 Processes = Callable[[int], Callable[..., list[Any]]]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradmesh as gm
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 
 Run = Callable[..., list[Any]]
 Threads = Callable[[int], Run]

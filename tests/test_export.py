@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradmesh as gm
+from gradmesh.autograd.traced import Encoded, decode, encode
 from gradmesh.ops.registry import REGISTRY
-from gradmesh.ops.traced import Encoded, decode, encode
 from tests.conftest import Worlds
 
 pytestmark = pytest.mark.processes

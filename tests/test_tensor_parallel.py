@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradmesh as gm
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 from tests.tensor_programs import Model, Program, deviation, in_parts, model_of, random_program
 
 Run = Callable[..., list[Any]]

@@ -23,7 +23,7 @@ from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import ReplicatedLossPass
-from gradmesh.transport.withdrawal import withdraw
+from gradmesh.transport.run import withdraw
 from gradmesh.types import I, R, Type, V
 from gradmesh.verbs.collectives import all_gather
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from typing import Final, Literal
 
-from gradmesh._torch import hashed_by_identity
+import torch
 
 __all__ = ["Convention", "I", "P", "R", "Reduction", "Type", "V"]
 
@@ -47,8 +47,10 @@ class Type(enum.Enum):
     __str__ = __repr__
 
 
-# Every call uses types as dict keys, and an Enum recomputes its hash each time.
-hashed_by_identity(Type)
+if torch.__version__ >= "2.13":
+    # Every call uses types as dict keys, and an Enum recomputes its hash each time. An older Dynamo rejects dict keys
+    # whose class defines __hash__.
+    Type.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 _DUAL = {Type.V: Type.V, Type.R: Type.P, Type.P: Type.R, Type.I: Type.I}
 

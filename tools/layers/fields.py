@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.functional import conv2d, interpolate, max_pool2d
 
 import gradmesh as gm
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 from tools.layers.case import Case
 
 __all__ = ["CASES"]

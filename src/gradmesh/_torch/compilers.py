@@ -94,16 +94,6 @@ def keyword_fields_last(kind: type[Any]) -> None:
         keyword_fields_last(derived)
 
 
-# Checked by version: an older Dynamo rejects dict keys whose class defines __hash__.
-_HASHES_ITSELF = torch.__version__ < "2.13"
-
-
-def hashed_by_identity(kind: type[Any]) -> None:
-    """Hash the objects of a class by identity, if Dynamo supports that."""
-    if not _HASHES_ITSELF:
-        kind.__hash__ = object.__hash__  # type: ignore[assignment]
-
-
 def constant_to_compilers(function: F) -> F:
     """Mark a function as constant: Dynamo calls it during compilation instead of tracing it.
 

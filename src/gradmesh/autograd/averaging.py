@@ -51,15 +51,15 @@ from gradmesh._torch import (
     transforms_active,
 )
 from gradmesh._util.call_sites import Site, show_site
+from gradmesh.autograd.traced import Traced
 from gradmesh.errors import ArgumentError, CheckWarning, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import EQUAL
-from gradmesh.ops.traced import Traced
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, resolve
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport import compiling
+from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import CallRecord, bits_of
 from gradmesh.types import I
 
@@ -725,9 +725,9 @@ def _exchanged(op: LinearOp, pairs: list[tuple[int, int]]) -> Iterator[list[tupl
 
     def gathered(numbers: list[int]) -> list[int]:
         words = "the gradients that gradmesh.check compares"
-        found: list[int] = (
-            AllGather(op.axis, 0, EQUAL, operand_desc=words).apply(torch.tensor(numbers)).tolist()
-        )
+        found: list[int] = run.apply(
+            AllGather(op.axis, 0, EQUAL, operand_desc=words), torch.tensor(numbers)
+        ).tolist()
         return found
 
     counts = gathered([len(pairs)])

@@ -33,18 +33,18 @@ from gradmesh._torch import (
     saves_for_a_checkpoint,
 )
 from gradmesh._util.call_sites import Site, show_site
+from gradmesh.autograd.traced import Traced
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.all_gather import ReduceScatter
 from gradmesh.ops.all_reduce import AllReduceInvariant
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.sizes import EQUAL, Sizes
-from gradmesh.ops.traced import Traced
+from gradmesh.ops.transport import pack
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport import compiling
+from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import DEFERRED, CallRecord
-from gradmesh.transport.packing import pack
 
 
 class Reduction(NamedTuple):
@@ -85,7 +85,7 @@ def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
     axis, mine = deferred[0].op.axis, [each.grad is not None for each in deferred]
     operand_desc = "; ".join(each.op.describe(each.leaf) for each in deferred)
     count = AllReduceInvariant(axis, operand_desc=f"reductions deferred by no_sync(): {operand_desc}")
-    counts = count.apply(torch.tensor(mine, dtype=torch.int32, device=deferred[0].leaf.device))
+    counts = run.apply(count, torch.tensor(mine, dtype=torch.int32, device=deferred[0].leaf.device))
     # A rank with all gradients avoids a device synchronisation.
     return mine if all(mine) else [n > 0 for n in counts.tolist()]
 
@@ -105,10 +105,10 @@ def _combined(deferred: list[Reduction]) -> list[Tensor]:
     """The results of reductions of one kind."""
     grads = [_grad(each) for each in deferred]
     if len(deferred) == 1:
-        return [deferred[0].op.back.apply(grads[0])]
+        return [run.apply(deferred[0].op.back, grads[0])]
     if isinstance(deferred[0].op.back, ReduceScatter):
         return _scattered([cast("ReduceScatter", each.op.back) for each in deferred], grads)
-    whole = deferred[0].op.back.apply(torch.cat([grad.reshape(-1) for grad in grads]))
+    whole = run.apply(deferred[0].op.back, torch.cat([grad.reshape(-1) for grad in grads]))
     return _cut(whole, [grad.shape for grad in grads])
 
 
@@ -130,7 +130,7 @@ def _scattered(ops: list[ReduceScatter], grads: list[Tensor]) -> list[Tensor]:
     row = torch.cat([each[rank] for rank in ranks for each in parts])
     counts = tuple(sum(each[rank].numel() for each in parts) for rank in ranks)
     joined = replace(ops[0], dim=0, sizes=EQUAL if ops[0].sizes.equal else Sizes(counts))
-    return _cut(joined.apply(row), shapes)
+    return _cut(run.apply(joined, row), shapes)
 
 
 def _cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -54,7 +54,7 @@ from gradmesh.errors import OrderError, message, refused_wait
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.pair import Receive
 from gradmesh.runtime.state import ACTIVE_TRACERS, UnwaitedCalls, rank_state
-from gradmesh.transport import compiling
+from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 from gradmesh.transport.comm_thread import AsyncAxis, WorkItem, in_then_callback
 
@@ -83,12 +83,12 @@ class AsyncCollective:
 
     def start(self, x: Tensor) -> None:
         """Queue the call on the communication thread."""
-        axis: AsyncAxis = self.op.axis  # type: ignore[assignment]  # async calls have no other
+        axis: AsyncAxis = self.op.axis
         op, call, given = self.op, self.call, x.detach()
         call.site = call_site()
         if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
             tracer.begins(op, given, call)
-        self.job = WorkItem(lambda: op.apply(given, call))
+        self.job = WorkItem(lambda: run.apply(op, given, call))
         axis.comm_thread.submit(self.job)
 
     def result(self) -> Tensor:
@@ -569,7 +569,7 @@ def _start(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollectiv
             return chain.begin(op, x), chain.end
         chain.refuse_reentrant(op)
     except OrderError as error:  # of ordered(): nothing was sent
-        op.withdraw(x, error)
+        run.abort(op, x, error)
         raise
     made = started(op, x)
     if saves_for_a_checkpoint():

@@ -32,12 +32,12 @@ from gradmesh._torch import (
 )
 from gradmesh._util.call_sites import call_site
 from gradmesh.autograd.averaging import compare_after_pass
+from gradmesh.autograd.traced import Encoded, Traced, decode, encode
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
-from gradmesh.ops.traced import Encoded, Traced, decode, encode
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport import compiling
+from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import (
     BACKWARD,
     CAN_BACKWARD,
@@ -69,7 +69,7 @@ def apply(op: Op, x: Tensor) -> Tensor:
             return chain.link(op, x)
         chain.refuse_reentrant(op)
     except OrderError as error:  # of ordered(): nothing was sent
-        op.withdraw(x, error)
+        run.abort(op, x, error)
         raise
     y = apply_unordered(op, x)
     if saves_for_a_checkpoint():
@@ -82,7 +82,7 @@ def refuse_dropped(op: Op, x: Tensor) -> None:
     try:
         rank_state().started.check()
     except OrderError as error:
-        op.withdraw(x, error)
+        run.abort(op, x, error)
         raise
 
 
@@ -133,14 +133,14 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
     if isinstance(op, Traced) and tracing_script():
-        return op.apply(x, call)  # a node would be recorded as a Python call, which cannot be saved
+        return op.run(x, call)  # a node would be recorded as a Python call, which cannot be saved
     recording, transforms = torch.is_grad_enabled(), transforms_active()
     if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
         # Only the root's operand counts; the other ranks have to run the backward too.
         token = None if functorch_active() else grad_token()
     needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
     if not recording and call is None and not transforms:
-        return op.apply(x)
+        return op.run(x) if type(op) is Traced else run.apply(op, x)
     call = CallRecord() if call is None else call
     if needs_backward:
         call.flags |= NEEDS_BACKWARD
@@ -151,7 +151,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
             token = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
-        y = op.apply(x, call)
+        y = op.run(x, call) if type(op) is Traced else run.apply(op, x, call)
     return attach_backward(op, x, y, call) if call.others_need_backward else y
 
 
@@ -168,13 +168,13 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
     """Run an op as a node of the graph."""
     rule: Any = _Rule if functorch_active() else _Node
 
-    def run() -> tuple[Tensor, Tensor]:
+    def make() -> tuple[Tensor, Tensor]:
         # A Python frame for profile functions, which cannot see `apply` where torch has it in C++.
         result: tuple[Tensor, Tensor] = rule.apply(op, x, token, call)
         return result
 
     deferred = None if rule is _Rule else rank_state().deferred
-    return run() if deferred is None else deferred.recorded(op, x, call, run)
+    return make() if deferred is None else deferred.recorded(op, x, call, make)
 
 
 def token_of(ctx: Any) -> Tensor | None:
@@ -205,7 +205,7 @@ class _FinishedCall:
     def __init__(self, op: Op, y: Tensor) -> None:
         self.op, self.y = op, y
 
-    def apply(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - the signature of an op
+    def run(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - as of `Traced`
         """Return the stored result."""
         return self.y
 
@@ -295,7 +295,11 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
-        return op.apply(x, call), torch.zeros_like(token)
+        own = (
+            type(op) is Traced or type(op) is _FinishedCall
+        )  # exactly: isinstance is slow on abstract classes
+        y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
+        return y, torch.zeros_like(token)
 
     @staticmethod
     def setup_context(

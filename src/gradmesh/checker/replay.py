@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradmesh.autograd.traced import Encoded, decoded_on
 from gradmesh.checker.trace import (
     Alias,
     Back,
@@ -34,9 +35,7 @@ from gradmesh.checker.trace import (
     Verb,
     refs,
 )
-from gradmesh.ops.traced import Encoded, decoded_on
-from gradmesh.runtime.mesh import Axis
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Axis, Transport
 
 _NEAR = 1e-5
 

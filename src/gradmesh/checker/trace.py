@@ -80,7 +80,7 @@ class Op:
 
 @dataclass(slots=True)
 class Verb:
-    """The op of one of the library's own calls, as `gradmesh.ops.traced` has it.
+    """The op of one of the library's own calls, as `gradmesh.autograd.traced` has it.
 
     Attributes:
         words, numbers, tensors: what it is made of.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake
+from gradmesh.autograd.traced import encode
 from gradmesh.checker.recorder import Call, PendingEvent, Recorder
 from gradmesh.checker.trace import Lost, Term, Verb
 from gradmesh.ops.all_reduce import Extremum
 from gradmesh.ops.base import Op
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
-from gradmesh.ops.traced import encode
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.comm_thread import current_job
 from gradmesh.types import Type

@@ -18,13 +18,13 @@ from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.broadcast import Reduce
 from gradmesh.ops.gather import Gather
-from gradmesh.ops.neighbor import neighbors as neighbor_op
 from gradmesh.ops.shard import AllGatherInvariant, Shard
 from gradmesh.ops.sizes import Sizes
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.transport import Transport
 from gradmesh.types import I, P, R, Type
 from gradmesh.verbs.call import Call, SizesLike
+from gradmesh.verbs.call import neighbors as neighbor_op
 
 _TORCHS = frozenset({"backward", "forward", "jvp", "setup_context", "vjp", "vmap"})
 """Methods of a Function; a subclass that defines one of them becomes an ordinary Function."""

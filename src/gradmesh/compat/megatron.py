@@ -41,7 +41,8 @@ from gradmesh.compat import _shared
 from gradmesh.compat._shared import OpFunction, adjoint, again, run, single_rank_axis
 from gradmesh.errors import AxisError, message
 from gradmesh.ops.base import LinearOp
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced, current_mesh, resolve
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
 from gradmesh.runtime.state import rank_state
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs import collectives

@@ -38,7 +38,8 @@ from gradmesh.autograd.rule import apply
 from gradmesh.compat import _shared
 from gradmesh.compat.ksuit import separate
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced, resolve, world_group
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve, world_group
 from gradmesh.types import R
 from gradmesh.verbs import collectives
 

@@ -53,12 +53,14 @@ from gradmesh.nn.ring import Send, travel
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.permute import Shift
-from gradmesh.ops.sizes import Sizes
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced
+from gradmesh.ops.sizes import Sizes, balanced
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose, rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 from gradmesh.transport.comm_thread import AsyncAxis
+from gradmesh.transport.run import abort
+from gradmesh.transport.run import apply as run_op
 from gradmesh.verbs.call import Call, SizesLike, integer
 
 __all__ = ["ring_attention", "ulysses_attention"]
@@ -428,7 +430,7 @@ class Ring:
         op = self.op(hop)
         if type(op.axis) is AsyncAxis:
             return started(op, block, call)
-        return AsyncCollective(op, None, call, held=op.apply(block, call))
+        return AsyncCollective(op, None, call, held=run_op(op, block, call))
 
     def travel(self, k: Tensor, v: Tensor, call: CallRecord, work: Work) -> list[Tensor]:
         """Call `work` with the local keys and values, then with those of the preceding ranks.
@@ -611,7 +613,7 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return y
         ordered.refuse_reentrant(op)
     except OrderError as error:  # raised before anything was sent
-        op.withdraw(k, error)
+        abort(op, k, error)
         raise
     y = run(None)[0]
     if saves_for_a_checkpoint():

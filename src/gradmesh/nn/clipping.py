@@ -29,7 +29,7 @@ from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.nn.inputs import HALVES
 from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
-from gradmesh.transport.withdrawal import withdraw
+from gradmesh.transport.run import withdraw
 from gradmesh.verbs.collectives import all_gather
 
 TensorT = TypeVar("TensorT", bound=Tensor)

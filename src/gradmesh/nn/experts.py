@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gradmesh.nn.inputs import readable, upcast
 from gradmesh.nn.tensor import Parallel
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.types import I
 from gradmesh.verbs.call import Call, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, all_to_all

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.runtime.mesh import AxisLike, balanced, resolve
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call
 from gradmesh.verbs.collectives import all_gather

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, Op, SameShape
 from gradmesh.ops.row import Row, on_axis
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R
 
 

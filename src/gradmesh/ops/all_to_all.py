@@ -11,9 +11,7 @@ from torch import Tensor
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
-from gradmesh.runtime.mesh import Axis
-from gradmesh.transport import Transport
-from gradmesh.transport.packing import assemble, counts, pack
+from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
 __all__ = ["ROWS", "AllToAll"]

@@ -15,33 +15,17 @@ import abc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from threading import get_ident
-from typing import ClassVar, NoReturn, TypedDict, TypeVar
+from typing import Any, ClassVar, NoReturn, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from gradmesh._torch import is_fake, profiler_on
 from gradmesh._util.caches import BoundedCache
-from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
 from gradmesh._util.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
-from gradmesh.runtime.checking import FULL, check_level
-from gradmesh.runtime.mesh import Axis
-from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
-from gradmesh.transport import Transport, compiling, middleware, transport
-from gradmesh.transport.call_checks import (
-    BACKWARD,
-    NEEDS_BACKWARD,
-    CallRecord,
-    OpCallCheck,
-    Signature,
-    ValueCheck,
-    calls_of,
-)
-from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_axis
-from gradmesh.transport.packing import laid_out_as
-from gradmesh.types import I, R, Type
+from gradmesh.ops.transport import Transport
+from gradmesh.types import Type
 
 T = TypeVar("T")
 
@@ -87,13 +71,13 @@ class Op(abc.ABC):
     between ranks; and the class attributes below where they are not as here.
 
     Attributes:
-        axis: the ranks it runs over; captured when the verb is called.
+        axis: the ranks it runs over, an `Axis`; captured when the verb is called. To run, it needs a process group.
         comm_dtype: the dtype that is sent; the result has the operand's dtype. None: the operand's dtype.
         backward_dtype: the dtype that the adjoint sends.
         operand_desc: description of an operand that packs several tensors, which the ranks compare.
     """
 
-    axis: Axis
+    axis: Any
     comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
     backward_dtype: torch.dtype | None = field(default=None, kw_only=True)
     operand_desc: str | None = field(default=None, kw_only=True)
@@ -115,12 +99,8 @@ class Op(abc.ABC):
     rooted: ClassVar[bool] = False
     """Whether only one rank's operand counts, so that the others could skip the backward collective."""
 
-    _outside: ClassVar[bool] = False
-    """Whether the class is defined outside of the package."""
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        cls._outside = not cls.__module__.startswith("gradmesh.")
+    runner: ClassVar[Callable[[Any, Tensor], Tensor]]
+    """Runs an op on this rank's tensor, over the transport of its axis; set by `gradmesh.transport.run`."""
 
     # -- abstract methods
 
@@ -133,7 +113,7 @@ class Op(abc.ABC):
             wire: the transport of this call.
 
         Returns:
-            Fresh memory, also where the op is the identity. `apply` converts it to the operand's memory format.
+            Fresh memory, also where the op is the identity.
         """
 
     @abc.abstractmethod
@@ -165,86 +145,14 @@ class Op(abc.ABC):
 
     # -- derived
 
-    def apply(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
-        """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read.
+    def apply(self, x: Tensor) -> Tensor:
+        """Run the op on this rank's plain tensor. The result is fresh memory in the memory format of `x`."""
+        return Op.runner(self, x)
 
-        Args:
-            x: the operand.
-            recorded: the metadata of the call.
-        """
-        if self._outside:
-            # The frames of `transfer` are the program's, and the call is made further out.
-            with seen_from(call_site()):
-                return self._traced(x, recorded)
-        return self._traced(x, recorded)
-
-    def _traced(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
-        if recorded is None or recorded.origin is None:
-            return self._followed(x, recorded)
-        thread = get_ident()
-        outer = ORIGINS.get(thread)
-        ORIGINS[thread] = recorded.show_origin
-        try:
-            return self._followed(x, recorded)
-        finally:
-            if outer is None:
-                del ORIGINS[thread]
-            else:
-                ORIGINS[thread] = outer
-
-    def _followed(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
-        if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
-            return tracer.follow(self, x, recorded, lambda: self._applied(x, recorded))
-        return self._applied(x, recorded)
-
-    def _applied(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
-        if is_fake(x):
-            self.accepts(x.dtype)
-            return self.fake_result(x)
-        if type(self.axis) is AsyncAxis and not self.axis.comm_thread.here:
-            self.axis.comm_thread.drain()  # after the pending async calls
-        call_check = self.make_check(x, recorded)
-        wire = transport(self.axis, call_check)
-        if call_check is None:
-            y = self._call(x, recorded, wire)
-        else:
-            with wire.calls.lock:
-                y = self._call(x, recorded, wire)
-            call_check.settle()
-        return y if x.is_contiguous() else laid_out_as(x, y)
-
-    def _call(self, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
-        """Make the call; on an error notify the other ranks."""
-        call_check = wire.call_check
-        try:
-            self.accepts(x.dtype)
-            if call_check is not None and not self.sends:
-                wire.compare()
-            if profiler_on():
-                back = recorded is not None and recorded.role == BACKWARD
-                with middleware.collective(self.verb, self.axis, x, self.comm_dtype, backward=back):
-                    return self._run(x, wire)
-            return self._run(x, wire)
-        except Exception as error:
-            rank_state().started.abandon()
-            wire.withdraw(error)
-            raise
-
-    def fake_result(self, x: Tensor) -> Tensor:
-        """A result of the right shape and strides for a fake operand."""
-        y = x.new_empty(self.out_shape(x.shape))
-        return y if x.is_contiguous() else laid_out_as(x, y)
-
-    def _run(self, x: Tensor, wire: Transport) -> Tensor:
-        """Run the op in the dtype that is sent."""
-        if self.comm_dtype is None or self.comm_dtype is x.dtype:
-            return self.transfer(x, wire)
+    def in_comm_dtype(self, x: Tensor, wire: Transport) -> Tensor:
+        """Run the op in the dtype that is sent, where it is not that of `x`."""
+        assert self.comm_dtype is not None
         return self.transfer(x.to(self.comm_dtype), wire).to(x.dtype)
-
-    def withdraw(self, x: Tensor, error: Exception) -> None:
-        """Notify the other ranks that this rank aborts the call."""
-        if not is_fake(x):
-            after_pending(self.axis, lambda: transport(self.axis, self.make_check(x)).withdraw(error))
 
     @cached_property
     def memo(self) -> BoundedCache:
@@ -253,42 +161,12 @@ class Op(abc.ABC):
 
     def once(self, key: Hashable, work: Callable[[], T]) -> T:
         """Compute once per key; in a program that is being compiled, every time."""
-        if compiling():
+        if is_compiling():
             return work()
         found: T | None = self.memo.get(key)
         if found is None:
             found = self.memo[key] = work()
         return found
-
-    def make_check(self, x: Tensor, recorded: CallRecord | None = None) -> OpCallCheck | None:
-        """The check of a call; None where nothing is compared.
-
-        A call that sends nothing is only noted, if its backward sends; at level "full" it is compared too, if its
-        operand has to be the same on every rank.
-        """
-        if self.axis.size == 1 or not x.is_cpu:
-            return None
-        level = check_level()
-        if not level:
-            return None
-        src: Type | None = getattr(self, "src", None)
-        if self.sends or (level == FULL and src in (R, I)):
-            said = self._signature(x, recorded)
-            return ValueCheck(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
-        if recorded is not None and recorded.flags & NEEDS_BACKWARD and self.sends_back:
-            calls_of(transport_axis(self.axis).group).note(self._signature(x, recorded), recorded)
-        return None
-
-    def _signature(self, x: Tensor, recorded: CallRecord | None) -> Signature:
-        memo, key = self.memo, (x.shape, x.dtype)
-        said: Signature | None = memo.get(key)
-        if said is None:
-            said = memo[key] = Signature.of(
-                self.verb, str(self.axis), self.describe(x), self.rank_local_desc()
-            )
-        if recorded is not None:
-            recorded.text = said.text
-        return said
 
     @property
     def sends_back(self) -> bool:

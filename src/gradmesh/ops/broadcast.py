@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Examples, Row
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R, V
 
 __all__ = ["ROWS", "Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]

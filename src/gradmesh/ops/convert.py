@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Row, on_axis
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R, V
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from gradmesh.ops.all_gather import AllGather, ReduceScatter, parts, wholes
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.row import Example, Examples, Row, on_axis
-from gradmesh.runtime.mesh import Axis
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import Type
 
 __all__ = ["ROWS", "Mean"]
@@ -29,7 +29,7 @@ class Mean(LinearOp):
     """
 
     # Dynamo of torch 2.11 would pass the default of each field to __init__, so these have init=False.
-    axis: Axis = field(init=False)
+    axis: Any = field(init=False)
     comm_dtype: torch.dtype | None = field(init=False)
     backward_dtype: torch.dtype | None = field(init=False)
     operand_desc: str | None = field(init=False)
@@ -72,13 +72,13 @@ class Mean(LinearOp):
                 kind=DTypeError,
             )
 
-    def _run(self, x: Tensor, wire: Transport) -> Tensor:
-        """Run the op, and divide in the operand's dtype, which is more exact than the dtype that is sent."""
-        return self.op._run(x, wire).div_(self.axis.size)
-
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Run the op and divide."""
-        return self._run(x, wire)
+        return self.op.transfer(x, wire).div_(self.axis.size)
+
+    def in_comm_dtype(self, x: Tensor, wire: Transport) -> Tensor:
+        """Divide in the operand's dtype, which is more exact than the dtype that is sent."""
+        return self.op.in_comm_dtype(x, wire).div_(self.axis.size)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """That of the op."""

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradmesh._torch import is_fake
 from gradmesh._util.dtypes import BITS
 from gradmesh.errors import DTypeError
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
-from gradmesh.runtime.mesh import Axis
-from gradmesh.transport import Transport, compiling
-from gradmesh.transport.packing import assemble, counts, pack
+from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
-__all__ = ["ROWS", "CountsByRank", "NeighborAllToAll", "NeighborReturn", "Picked", "RowsByRank", "neighbors"]
-
-T = TypeVar("T")
-
-Fail = Callable[..., NoReturn]
-"""Raises an error of the verb: the problem, and as keyword arguments expected, got and remedy."""
-
-RowsByRank = Mapping[int, Tensor]
-"""For each receiving rank, the index of its rows."""
-
-CountsByRank = Mapping[int, int]
-"""For each sending rank, the number of rows."""
-
+__all__ = ["ROWS", "NeighborAllToAll", "NeighborReturn", "Picked"]
 
 _NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
 """Dtypes without index_select in torch."""
@@ -172,95 +155,6 @@ class NeighborReturn(_Neighbor):
     def adjoint(self) -> LinearOp:
         """Select the rows again."""
         return NeighborAllToAll(self.axis, self.dim, self.rows, **self.swapped)
-
-
-def neighbors(
-    x: Tensor,
-    axis: Axis,
-    dim: int,
-    rows: RowsByRank,
-    amounts: CountsByRank,
-    fail: Fail,
-    **precision: Any,
-) -> NeighborAllToAll:
-    """The op for the arguments of the verb.
-
-    Args:
-        x: the rows.
-        axis: the ranks.
-        dim: the tensor dimension of the rows.
-        rows: the index of the rows for each rank.
-        amounts: the number of rows from each rank.
-        fail: raises the verb's error for an invalid rank, index or count.
-        precision: the dtypes that are sent.
-    """
-    if not isinstance(rows, Mapping) or not isinstance(amounts, Mapping):
-        fail(
-            "send_rows and receive_counts must be dicts with ranks as keys",
-            expected="send_rows={rank: index} and receive_counts={rank: number}",
-            got=f"send_rows={type(rows).__name__}, receive_counts={type(amounts).__name__}",
-            remedy="pass for example send_rows={1: torch.tensor([0, 2])}, receive_counts={1: 3}",
-        )
-    rows = _by_rank(axis.size, "send_rows", rows, fail)
-    amounts = _by_rank(axis.size, "receive_counts", amounts, fail)
-    wrong = {rank: n for rank, n in amounts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
-    if wrong:
-        fail(
-            "the values of receive_counts must be ints of 0 or more",
-            expected="ints of 0 or more",
-            got=f"receive_counts={wrong!r}",
-            remedy="pass the number of rows that each rank sends to this one, for example receive_counts={1: 3}",
-        )
-    nothing = torch.empty(0, dtype=torch.int64, device=x.device)
-    every = [_index(rank, rows[rank], x, dim, fail) if rank in rows else nothing for rank in range(axis.size)]
-    sent = Sizes(tuple(index.shape[0] for index in every))
-    received = Sizes(tuple(amounts.get(rank, 0) for rank in range(axis.size)))
-    return NeighborAllToAll(axis, dim, Picked(torch.cat(every), sent, received, x.shape[dim]), **precision)
-
-
-def _by_rank(size: int, name: str, params: Mapping[Any, T], fail: Fail) -> dict[int, T]:
-    """The same dict with plain ints as keys."""
-    found: dict[int, T] = {}
-    for key, value in params.items():
-        rank = operator.index(key) if hasattr(key, "__index__") and not isinstance(key, bool) else -1
-        if rank not in range(size) or rank in found:
-            fail(
-                f"the keys of {name} must be ranks of the axis, each once",
-                expected=f"ints with 0 <= rank < {size}",
-                got=f"keys {', '.join(map(repr, params))}",
-                remedy="use ranks of this axis, not global ranks",
-            )
-        found[rank] = value
-    return found
-
-
-def _index(rank: int, index: object, x: Tensor, dim: int, fail: Fail) -> Tensor:
-    """Check an index into a dim of `x`; its values only on the CPU, to avoid a device synchronisation."""
-    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
-        got = f"{index.dtype}{list(index.shape)}" if isinstance(index, Tensor) else repr(index)
-        fail(
-            "the values of send_rows must be 1-d index tensors",
-            expected="1-d tensors of int64 or int32",
-            got=f"send_rows[{rank}]={got}",
-            remedy="use torch.tensor([0, 2]), or mask.nonzero().squeeze(1) for a bool mask",
-        )
-    if index.device != x.device:
-        fail(
-            "the index and the rows are on different devices",
-            expected=f"an index on {x.device}",
-            got=f"send_rows[{rank}] on {index.device}",
-            remedy="move the index to the tensor's device once, and keep it",
-        )
-    if index.is_cpu and index.numel() and not compiling() and not is_fake(index):
-        first, last = int(index.min()), int(index.max())
-        if first < 0 or last >= x.shape[dim]:
-            fail(
-                "an index in send_rows is out of range",
-                expected=f"0 <= row < {x.shape[dim]}",
-                got=f"send_rows[{rank}] with values from {first} to {last}",
-                remedy="use row numbers of this rank's local tensor, not of the global one",
-            )
-    return index.long()
 
 
 def _picked(axis: Axis, total: int) -> Picked:

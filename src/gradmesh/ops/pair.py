@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, MismatchError
 from gradmesh.ops.base import LinearOp
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Transport
 from gradmesh.types import V
 
 __all__ = ["Receive", "Send"]

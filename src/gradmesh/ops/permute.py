@@ -13,8 +13,7 @@ from torch import Tensor
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
-from gradmesh.runtime.mesh import Axis
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import V
 
 __all__ = ["ROWS", "Extents", "Permute", "Shift"]
@@ -143,10 +142,10 @@ class Shift(Route):
 
     def source_of(self, rank: int) -> int | None:
         """The rank `offset` before, if it exists."""
-        source = rank - self.offset
+        source, size = rank - self.offset, int(self.axis.size)
         if self.wrap:
-            return source % self.axis.size
-        return source if 0 <= source < self.axis.size else None
+            return source % size
+        return source if 0 <= source < size else None
 
     def inverse(self) -> Self:
         """The shift back."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import Sizes
-from gradmesh.runtime.mesh import Axis
+from gradmesh.ops.transport import Axis
 
 __all__ = ["Example", "Examples", "Row", "on_axis", "uneven"]
 

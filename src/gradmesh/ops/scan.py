@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Examples, Row
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Transport
 from gradmesh.types import V
 
 __all__ = ["ROWS", "Exscan", "Scan"]

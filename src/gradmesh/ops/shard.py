@@ -10,7 +10,7 @@ from torch import Tensor
 from gradmesh.ops.all_gather import Join, Split, parts, wholes
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Row
-from gradmesh.transport import Transport
+from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R, V
 
 __all__ = ["ROWS", "AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from gradmesh.runtime.mesh import balanced
-
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op
 
-__all__ = ["EQUAL", "Sizes"]
+__all__ = ["EQUAL", "Sizes", "balanced"]
+
+
+def balanced(total: int, ranks: int) -> tuple[int, ...]:
+    """Split `total` over the ranks; the first `total % ranks` of them get one more.
+
+    >>> balanced(5, 3)
+    (2, 2, 1)
+    """
+    share, more = total // ranks, total % ranks  # symbolic ints have no divmod
+    return tuple(share + (rank < more) for rank in range(ranks))
 
 
 @dataclass(frozen=True)
@@ -60,15 +68,16 @@ class Sizes:
             ShapeError: they do not add up to `total`, or the ranks do not divide it.
         """
         if self.each is None:
-            share = total // op.axis.size
-            if total % op.axis.size:
+            ranks: int = op.axis.size
+            share = total // ranks
+            if total % ranks:
                 op.fail(
                     f"dim {dim} cannot be split equally",
-                    expected=f"a size that {op.axis.size} ranks divide",
+                    expected=f"a size that {ranks} ranks divide",
                     got=f"size {total}",
                     remedy=f"pass the size of each rank's part, such as {_example(op, total)}",
                 )
-            return (share,) * op.axis.size
+            return (share,) * ranks
         if sum(self.each) != total:
             op.fail(
                 f"the sizes do not add up to the size of dim {dim}",
@@ -85,7 +94,8 @@ class Sizes:
             ShapeError: this rank's is not `own`.
         """
         if self.each is None:
-            return (own,) * op.axis.size
+            ranks: int = op.axis.size
+            return (own,) * ranks
         self.check(op, dim, self.each[op.axis.rank], own)
         return self.each
 

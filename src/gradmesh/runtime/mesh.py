@@ -20,6 +20,7 @@ from gradmesh._util.call_sites import install_excepthook
 from gradmesh.backends import shm
 from gradmesh.backends.process_group import group_cache
 from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
+from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.state import rank_state
 from gradmesh.types import Reduction
 
@@ -331,16 +332,6 @@ def _axis_or_world(which: AxisLike, op: str) -> Axis:
     if which is None and (mesh is None or mesh.ndim != 1):
         return _of_group(world_group(op), "world")
     return resolve(which, op)
-
-
-def balanced(total: int, ranks: int) -> tuple[int, ...]:
-    """Split `total` over the ranks; the first `total % ranks` of them get one more.
-
-    >>> balanced(5, 3)
-    (2, 2, 1)
-    """
-    share, more = total // ranks, total % ranks  # symbolic ints have no divmod
-    return tuple(share + (rank < more) for rank in range(ranks))
 
 
 def resolve(which: AxisLike, op: str) -> Axis:

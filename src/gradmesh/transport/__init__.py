@@ -2,7 +2,7 @@
 
 An op defines what is sent (`gradmesh.ops`), autograd the direction (`gradmesh.autograd`), and a transport sends it:
 
-* `Transport` (base.py): the abstract primitives that ops are made of.
+* `Transport` (`gradmesh.ops.transport`): the abstract primitives that ops are made of.
 * `TorchGroup`: any process group of torch.distributed.
 * `OwnGroupTransport`: groups of gradmesh's own backends, called directly.
 * `LocalTransport`: an axis of one rank, where nothing is sent.
@@ -10,7 +10,7 @@ An op defines what is sent (`gradmesh.ops`), autograd the direction (`gradmesh.a
 
 Only `transport` chooses among them. A new transport is a subclass of `Transport` in a file of its own
 and a line in `TRANSPORTS` with the class of process group that it serves. `install_middleware` (middleware.py) wraps
-every transport of a rank for a while, for delay injection or recording.
+every transport of a rank for a while, for delay injection or recording. `run.apply` runs an op over its transport.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradmesh._torch import compiling
 from gradmesh.backends.process_group import group_cache
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.ops.transport import Transport
 from gradmesh.runtime.mesh import Axis
-from gradmesh.transport.base import Transport
-from gradmesh.transport.call_checks import OpCallCheck
+from gradmesh.transport.call_checks import OpCallCheck, calls_of
 from gradmesh.transport.comm_thread import transport_axis
 from gradmesh.transport.groups import (
     Functional,
@@ -61,6 +61,8 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     if axis.size == 1:
         return LocalTransport(axis)
     axis = transport_axis(axis)
+    if call_check is not None:
+        call_check.calls = calls_of(axis.group)
     found = TRANSPORTS.get(type(axis.group), TorchGroup)(axis, call_check)
     for wrap in MIDDLEWARE.wraps:
         found = wrap(found)

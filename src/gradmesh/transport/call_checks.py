@@ -58,9 +58,10 @@ from gradmesh._torch import LastPass, function_backward, function_forward, in_pl
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.backends.process_group import FLAGS, RETURNED_REMEDY, CallCheck
 from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
+from gradmesh.ops.transport import dense, flattened
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport.packing import dense, flattened, with_memory
+from gradmesh.transport.packing import with_memory
 from gradmesh.types import I, P, R, Type
 
 
@@ -386,10 +387,20 @@ class OpCallCheck(CallCheck):
         recorded: its metadata; None where no backward can be recorded.
     """
 
-    __slots__ = ("_backward_node", "_forward_node", "_function_calls", "_preceding", "_record", "_signature")
+    __slots__ = (
+        "_backward_node",
+        "_forward_node",
+        "_function_calls",
+        "_preceding",
+        "_record",
+        "_signature",
+        "calls",
+    )
 
     sends_positions: bool = True
     """Whether the flags have room for the sequence numbers of manual calls."""
+    calls: Calls
+    """The counter of the calls on the group, set when the transport is chosen."""
 
     def __init__(self, signature: Signature, recorded: CallRecord | None) -> None:
         self.digest = signature.digest
@@ -412,8 +423,9 @@ class OpCallCheck(CallCheck):
         """The metadata of the call."""
         return self._record
 
-    def count(self, calls: Calls) -> None:
+    def count(self) -> None:
         """Assign the sequence number, and add that of the forward call to the digest."""
+        calls = self.calls
         calls.number += 1
         if self._backward_node is not None and self.sends_positions:
             self._function_calls = calls.functions.of(self._backward_node)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -36,9 +37,10 @@ from torch import Tensor
 
 from gradmesh._torch import functional
 from gradmesh.backends.process_group import FLAGS, OwnGroup, OwnWork
+from gradmesh.ops.transport import Transport, dense, flattened
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import RankState, rank_state
-from gradmesh.transport.base import Transport
+from gradmesh.transport import packing
 from gradmesh.transport.call_checks import (
     OpCallCheck,
     agreed,
@@ -47,7 +49,7 @@ from gradmesh.transport.call_checks import (
     refusal_text,
     signed,
 )
-from gradmesh.transport.packing import CARRIED, dense, flat_memory, flattened, with_memory
+from gradmesh.transport.packing import CARRIED, flat_memory, with_memory
 
 _TAG = 7103
 """Separates these messages from those that users send on the same group."""
@@ -222,7 +224,20 @@ def exchange_memory(
     )
 
 
-class TorchGroup(Transport):
+class GroupTransport(Transport):
+    """Base of the transports below: results in recycled memory."""
+
+    axis: Axis
+    call_check: OpCallCheck | None
+
+    def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Memory for a result, recycled if it is large."""
+        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < packing.SMALLEST:
+            return like.new_empty(shape)
+        return packing.empty(shape, like.dtype, like.device)
+
+
+class TorchGroup(GroupTransport):
     """An axis with a group of torch.distributed."""
 
     def exchange(
@@ -349,7 +364,7 @@ class TorchGroup(Transport):
         return words
 
 
-class OwnGroupTransport(Transport):
+class OwnGroupTransport(GroupTransport):
     """An axis whose group is one of gradmesh's own."""
 
     def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
@@ -429,8 +444,14 @@ class OwnGroupTransport(Transport):
     withdraw_message, pass_over = TorchGroup.withdraw_message, TorchGroup.pass_over
 
 
-class LocalTransport(Transport):
+class LocalTransport(GroupTransport):
     """An axis of one rank."""
+
+    def filled(self, flat: Tensor, shape: Sequence[int] | None) -> Tensor:
+        """A copy of a flat buffer in another shape; None: its own."""
+        out = self.room(flat, flat.shape if shape is None else shape)
+        out.view(-1).copy_(flat)
+        return out
 
     def exchange(
         self,
@@ -491,7 +512,7 @@ class TracedLocalTransport(LocalTransport):
         return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-class Functional(Transport):
+class Functional(GroupTransport):
     """An axis inside a compiled program."""
 
     def exchange(

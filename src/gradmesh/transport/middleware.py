@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import in_backward, named_range
+from gradmesh.ops.transport import Transport
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport.base import Transport
 
 Wrap = Callable[[Transport], Transport]
 """Wraps a transport."""

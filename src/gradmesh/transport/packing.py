@@ -1,4 +1,4 @@
-"""Tensors as flat buffers and back.
+"""What a transport does with memory.
 
 Recycled CPU memory for large results.
 For a fresh result of 32 MiB or more, page faults take longer than the transfer (`python tools/fresh_memory.py` measures
@@ -15,13 +15,14 @@ import contextlib
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradmesh._util.environment import RECYCLE
+from gradmesh.ops.transport import flattened
 
 CARRIED = frozenset(
     {
@@ -39,16 +40,6 @@ CARRIED = frozenset(
     }
 )
 """The dtypes that every backend of torch.distributed sends. Any other (int16, float8, ...) is sent as bytes."""
-
-
-def dense(x: Tensor) -> Tensor:
-    """`x` with plain strides and no pending conjugation or sign, copied only if need be."""
-    return x.resolve_conj().resolve_neg().contiguous()
-
-
-def flattened(x: Tensor) -> Tensor:
-    """A dense tensor in one dimension, over the same memory."""
-    return x if x.dim() == 1 else x.view(-1)
 
 
 def flat_memory(x: Tensor) -> Tensor:
@@ -94,37 +85,6 @@ def _kept_strides(
     if len(changed) > 1 or (shape[outer] != 1 and strides[outer] != expected):
         return None
     return [*strides[:outer], expected, *strides[outer + 1 :]]
-
-
-def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
-    """How many elements each rank's part has, when the parts have these sizes along `dim`."""
-    rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    return [rest * size for size in sizes]
-
-
-def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim`, one after another, as one flat buffer."""
-    if dim == 0 or math.prod(x.shape[:dim]) == 1:
-        return flattened(dense(x))
-    return torch.cat([part.reshape(-1) for part in dense(x).split(list(sizes), dim)])
-
-
-def assemble(
-    collect: Callable[[Sequence[int] | None], Tensor], shape: Sequence[int], dim: int, sizes: Sequence[int]
-) -> Tensor:
-    """Collect the ranks' parts, joined along `dim`.
-
-    Args:
-        collect: runs a primitive into a buffer of the given shape; None: flat.
-        shape: that of any part, its size along `dim` ignored.
-        dim: the dimension to join along.
-        sizes: each part's size along it.
-    """
-    lead, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])
-    if dim == 0 or math.prod(lead) == 1:
-        return collect((*lead, sum(sizes), *tail))
-    parts = collect(None).split(counts(shape, dim, sizes))
-    return torch.cat([part.view(*lead, n, *tail) for part, n in zip(parts, sizes, strict=True)], dim)
 
 
 SMALLEST = 1 << 22

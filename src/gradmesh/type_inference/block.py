@@ -23,7 +23,7 @@ from gradmesh.ops.base import Op
 from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
 from gradmesh.runtime.state import ACTIVE_TRACERS, Tracer, rank_state
 from gradmesh.transport.call_checks import CallRecord
-from gradmesh.transport.withdrawal import withdraw
+from gradmesh.transport.run import withdraw
 from gradmesh.type_inference import collectives, operators, rules
 from gradmesh.type_inference.rules import SAMES, I, P, V, shown
 from gradmesh.type_inference.tracker import (

@@ -32,6 +32,7 @@ from gradmesh.errors import CheckWarning, MismatchError, TypeMismatchError, mess
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.sizes import EQUAL
 from gradmesh.runtime.mesh import Axis
+from gradmesh.transport.run import apply
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor, shown
 from gradmesh.types import Type
@@ -511,7 +512,7 @@ def gathered(
     """Every rank's numbers, as many from each."""
     with torch.no_grad():
         mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-        every = AllGather(axis, 0, EQUAL, operand_desc=operand_desc).apply(mine)
+        every = apply(AllGather(axis, 0, EQUAL, operand_desc=operand_desc), mine)
     whole = every.tolist()
     return [tuple(whole[at : at + len(numbers)]) for at in range(0, len(whole), len(numbers) or 1)]
 

@@ -67,7 +67,6 @@ from gradmesh.ops.convert import (
 from gradmesh.ops.gather import Gather, Scatter
 from gradmesh.ops.halo import HaloExchange
 from gradmesh.ops.mean import Mean
-from gradmesh.ops.neighbor import CountsByRank, RowsByRank, neighbors
 from gradmesh.ops.pair import Receive, Send
 from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
@@ -76,7 +75,7 @@ from gradmesh.ops.sizes import Sizes
 from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 from gradmesh.verbs import pytrees, reductions
-from gradmesh.verbs.call import Call, SizesLike, integer, verb
+from gradmesh.verbs.call import Call, CountsByRank, RowsByRank, SizesLike, integer, neighbors, verb
 
 __all__ = [
     "all_gather",

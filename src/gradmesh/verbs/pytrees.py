@@ -16,7 +16,7 @@ from gradmesh.autograd.pending import Pending, combined
 from gradmesh.dims import DimLike, known_names, show_names, with_names
 from gradmesh.errors import ArgumentError, DTypeError
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
-from gradmesh.transport.withdrawal import withdraw
+from gradmesh.transport.run import withdraw
 from gradmesh.verbs.call import Call
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import call_check, calls_of
-from gradmesh.transport.withdrawal import on_cpu
+from gradmesh.transport.run import on_cpu
 from gradmesh.types import R, Type
 from gradmesh.verbs.call import Call
 
@@ -163,7 +163,8 @@ def barrier(axis: AxisLike = None) -> None:
             if group_cache(here.group) is None:
                 in_plain_mode(transport(here, signature).compare)
             else:  # gradmesh's backends compare the calls of torch.distributed themselves
-                signature.count(calls)
+                signature.calls = calls
+                signature.count()
             dist.barrier(group=here.group)
     except ValueError as error:  # torch no longer knows the group
         raise NotInitializedError(

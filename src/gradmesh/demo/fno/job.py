@@ -16,7 +16,7 @@ import gradmesh as gm
 from gradmesh.demo.fno.settings import Job
 from gradmesh.demo.job import one_thread
 from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed, seeded
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 
 VISCOSITY = 0.01
 TIME = 1.0

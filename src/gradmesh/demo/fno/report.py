@@ -14,7 +14,7 @@ from gradmesh.demo import shared
 from gradmesh.demo.fno.job import Result
 from gradmesh.demo.fno.settings import Job
 from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 
 __all__ = ["draw", "print_table", "shown"]
 

@@ -12,7 +12,8 @@ from torch.nn.functional import relu
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.contrastive.table import ExpBoth, ExpLabelled, ExpOthers, Gather, LossInputs, Number, Sigmoid
 from gradmesh.nn.inputs import upcast
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import SizesLike
 from gradmesh.verbs.collectives import all_reduce, reduce_scatter

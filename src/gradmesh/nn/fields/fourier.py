@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 from gradmesh.nn.fields.halo import AxesLike, Cut, DimsLike, Rows, cut_of, cuts_of
 from gradmesh.nn.inputs import upcast
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.types import I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_to_all, reduce_scatter, shard

@@ -15,7 +15,8 @@ from gradmesh.errors import ShapeError
 from gradmesh.nn.clipping import mark_sharded
 from gradmesh.nn.fields.halo import Cut, cut_of, window
 from gradmesh.nn.inputs import HALVES, upcast
-from gradmesh.runtime.mesh import Axis, AxisLike, balanced, resolve
+from gradmesh.ops.sizes import balanced
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, sizes

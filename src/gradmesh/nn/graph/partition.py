@@ -13,7 +13,7 @@ from torch import Tensor
 from gradmesh._util.environment import require
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.graph.plan import checked_edges, is_table, shown
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 from gradmesh.verbs.call import integer
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

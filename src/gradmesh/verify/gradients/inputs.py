@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._util.call_sites import PARSING
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
-from gradmesh.runtime.mesh import balanced
+from gradmesh.ops.sizes import balanced
 from gradmesh.types import Type
 
 InputType = Type | None | Mapping[str, Type | None]

@@ -33,6 +33,7 @@ from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import Transport, traced_transport
 from gradmesh.transport.call_checks import BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 from gradmesh.transport.packing import CARRIED, laid_out_as
+from gradmesh.transport.run import apply, fake_result, sent
 
 
 class Encoded(NamedTuple):
@@ -220,7 +221,7 @@ def collective(
     if origin is not None:
         number, local = origin.tolist()
         call.origin = CallRecord(number=number, local=local, text="in a compiled program")
-    y = op.apply(x, call)
+    y = apply(op, x, call)
     return y, torch.tensor([call.number, call.local], device="cpu")
 
 
@@ -236,7 +237,7 @@ def _(
     keep_order_in_inductor(torch.ops.gradmesh.collective.default)
     op = decode(Encoded(words, list(numbers), list(tensors), group))
     op.accepts(x.dtype)
-    return op.fake_result(x), torch.empty(2, dtype=torch.int64, device="cpu")
+    return fake_result(op, x), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -262,7 +263,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
     if grad is None:
         grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
     origin = CallRecord(traced=place)
-    back = Traced(op.back).apply(grad, CallRecord(BACKWARD, origin, ZERO_GRAD if nothing else 0))
+    back = Traced(op.back).run(grad, CallRecord(BACKWARD, origin, ZERO_GRAD if nothing else 0))
     # torch treats an empty list as a list of tensors
     no_numbers: list[None] | None = None if ctx.numbers else []
     return back, None, no_numbers, [None] * len(tensors), None, None, None, None
@@ -304,7 +305,7 @@ class Traced(LinearOp):
         """As the op."""
         return self.op.rooted
 
-    def apply(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
+    def run(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
         """Run it as one operator that a tracer records; as torch's own ops where no order has to be kept.
 
         The call gets its sequence number at run time, so the number is a tensor of the program, which is passed to the
@@ -316,7 +317,7 @@ class Traced(LinearOp):
         silent = self.followed and not op.sends and not (joins and op.sends_back)
         if op.axis.size == 1 or silent or (self.reorderable and op.symmetric and travels in CARRIED):
             op.accepts(x.dtype)
-            y = op._run(x, traced_transport(op.axis))
+            y = sent(op, x, traced_transport(op.axis))
             return y if x.is_contiguous() else laid_out_as(x, y)
         role, origin = "", None
         if recorded is not None:

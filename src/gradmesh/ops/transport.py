@@ -1,4 +1,4 @@
-"""The abstract transport: the few primitives that all ops are made of.
+"""The axis and the transport as ops see them: the ranks, and the few primitives that all ops are made of.
 
 A transport serves one call of an op on one rank: it belongs to an axis and, where calls are compared, to the check of
 that call. The ranks of the axis run the same primitives in the same order.
@@ -22,18 +22,45 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
-from gradmesh.runtime.mesh import Axis
-from gradmesh.transport import packing
-from gradmesh.transport.call_checks import Calls, OpCallCheck, calls_of
-from gradmesh.transport.packing import dense, flattened
 
-__all__ = ["Transport"]
+__all__ = ["Axis", "PlainAxis", "Transport", "assemble", "counts", "dense", "flattened", "pack"]
+
+
+class Axis(Protocol):
+    """The ranks that an op runs over; its text is shown in errors."""
+
+    @property
+    def rank(self) -> int:
+        """The position of this rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+
+@dataclass(frozen=True)
+class PlainAxis:
+    """An axis without a process group, for ops that are only described, or run on lists of tensors.
+
+    Attributes:
+        rank: the position of this rank, from 0.
+        size: how many ranks there are.
+        name: its name.
+    """
+
+    rank: int
+    size: int
+    name: str = "any"
+
+    def __str__(self) -> str:
+        return f"{self.name!r}, rank {self.rank} of {self.size}"
 
 
 class Transport(abc.ABC):
@@ -44,7 +71,10 @@ class Transport(abc.ABC):
         call_check: the description of the call that the ranks compare; None: nothing is compared.
     """
 
-    def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
+    axis: Any
+    """An `Axis`; with the process group that the transport serves, if it serves one."""
+
+    def __init__(self, axis: Axis, call_check: Any = None) -> None:
         self.axis = axis
         self.call_check = call_check
 
@@ -226,33 +256,20 @@ class Transport(abc.ABC):
 
     def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a result: dense, uninitialised, of the dtype and on the device of another tensor."""
-        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < packing.SMALLEST:
-            return like.new_empty(shape)
-        return packing.empty(shape, like.dtype, like.device)
+        return like.new_empty(tuple(shape))
 
     def copy(self, x: Tensor) -> Tensor:
         """A dense copy of `x`."""
         plain = x.resolve_conj().resolve_neg()
         return self.room(plain, plain.shape).copy_(plain)
 
-    def filled(self, flat: Tensor, shape: Sequence[int] | None) -> Tensor:
-        """A copy of a flat buffer in another shape; None: its own."""
-        out = self.room(flat, flat.shape if shape is None else shape)
-        out.view(-1).copy_(flat)
-        return out
-
     # -- call checks
 
-    @property
-    def calls(self) -> Calls:
-        """This rank's counter of the calls on the axis's group."""
-        return calls_of(self.axis.group)
-
-    def take_check(self) -> OpCallCheck | None:
+    def take_check(self) -> Any:
         """The call check, for the first primitive of the call; None afterwards."""
         call_check, self.call_check = self.call_check, None
         if call_check is not None:
-            call_check.count(self.calls)
+            call_check.count()
         return call_check
 
     def compare(self) -> None:
@@ -265,3 +282,47 @@ class Transport(abc.ABC):
         Called when an op fails on this rank; has an effect only before the first primitive. A transport without such a
         notification does nothing.
         """
+
+
+# -- tensors as flat buffers and back
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` with plain strides and no pending conjugation or sign, copied only if need be."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def flattened(x: Tensor) -> Tensor:
+    """A dense tensor in one dimension, over the same memory."""
+    return x if x.dim() == 1 else x.view(-1)
+
+
+def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
+    """How many elements each rank's part has, when the parts have these sizes along `dim`."""
+    rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    return [rest * size for size in sizes]
+
+
+def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of `x` along `dim`, one after another, as one flat buffer."""
+    if dim == 0 or math.prod(x.shape[:dim]) == 1:
+        return flattened(dense(x))
+    return torch.cat([part.reshape(-1) for part in dense(x).split(list(sizes), dim)])
+
+
+def assemble(
+    collect: Callable[[Sequence[int] | None], Tensor], shape: Sequence[int], dim: int, sizes: Sequence[int]
+) -> Tensor:
+    """Collect the ranks' parts, joined along `dim`.
+
+    Args:
+        collect: runs a primitive into a buffer of the given shape; None: flat.
+        shape: that of any part, its size along `dim` ignored.
+        dim: the dimension to join along.
+        sizes: each part's size along it.
+    """
+    lead, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])
+    if dim == 0 or math.prod(lead) == 1:
+        return collect((*lead, sum(sizes), *tail))
+    parts = collect(None).split(counts(shape, dim, sizes))
+    return torch.cat([part.view(*lead, n, *tail) for part, n in zip(parts, sizes, strict=True)], dim)

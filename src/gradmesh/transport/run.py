@@ -1,0 +1,205 @@
+"""Run an op on this rank: call checks, tracers, pending async calls, the profiler, and notification on errors."""
+
+from __future__ import annotations
+
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import is_fake, profiler_on
+from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
+from gradmesh._util.structure import Packed
+from gradmesh.ops.base import Op
+from gradmesh.ops.transport import Transport
+from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
+from gradmesh.transport import compiling, group_cache, middleware, transport
+from gradmesh.transport.call_checks import (
+    BACKWARD,
+    NEEDS_BACKWARD,
+    CallRecord,
+    OpCallCheck,
+    Signature,
+    ValueCheck,
+    call_check,
+    calls_of,
+)
+from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_axis
+from gradmesh.transport.packing import laid_out_as
+from gradmesh.types import I, R, Type
+
+__all__ = ["abort", "apply", "fake_result", "on_cpu", "sent", "withdraw"]
+
+
+def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
+    """Run an op on this rank's plain tensor. The result is fresh memory; `x` is only read.
+
+    Args:
+        op: the op.
+        x: the operand.
+        recorded: the metadata of the call.
+    """
+    if not op.__module__.startswith("gradmesh."):
+        # The frames of `transfer` are the program's, and the call is made further out.
+        with seen_from(call_site()):
+            return _shown_at_origin(op, x, recorded)
+    if recorded is not None and recorded.origin is not None:
+        return _shown_at_origin(op, x, recorded)
+    if ACTIVE_TRACERS[0]:
+        return _followed(op, x, recorded)
+    return _checked(op, x, recorded)
+
+
+Op.runner = staticmethod(apply)
+
+
+def _shown_at_origin(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
+    """Run an op; errors show the forward call of a backward."""
+    if recorded is None or recorded.origin is None:
+        return _followed(op, x, recorded)
+    thread = get_ident()
+    outer = ORIGINS.get(thread)
+    ORIGINS[thread] = recorded.show_origin
+    try:
+        return _followed(op, x, recorded)
+    finally:
+        if outer is None:
+            del ORIGINS[thread]
+        else:
+            ORIGINS[thread] = outer
+
+
+def _followed(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
+    """Run an op; the rank's tracer records it."""
+    if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
+        return tracer.follow(op, x, recorded, lambda: _checked(op, x, recorded))
+    return _checked(op, x, recorded)
+
+
+def _checked(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
+    """Run an op after the pending async calls, as a call that the ranks compare."""
+    if is_fake(x):
+        op.accepts(x.dtype)
+        return fake_result(op, x)
+    axis = op.axis
+    if type(axis) is AsyncAxis and not axis.comm_thread.here:
+        axis.comm_thread.drain()
+    check = _check_of(op, x, recorded)
+    wire = transport(axis, check)
+    if check is None:
+        y = _call(op, x, recorded, wire)
+    else:
+        with check.calls.lock:
+            y = _call(op, x, recorded, wire)
+        check.settle()
+    return y if x.is_contiguous() else laid_out_as(x, y)
+
+
+def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
+    """Make the call; on an error notify the other ranks."""
+    try:
+        op.accepts(x.dtype)
+        if not op.sends and wire.call_check is not None:
+            wire.compare()
+        if profiler_on():
+            back = recorded is not None and recorded.role == BACKWARD
+            with middleware.collective(op.verb, wire.axis, x, op.comm_dtype, backward=back):
+                return sent(op, x, wire)
+        if op.comm_dtype is None or op.comm_dtype is x.dtype:
+            return op.transfer(x, wire)
+        return op.in_comm_dtype(x, wire)
+    except Exception as error:
+        rank_state().started.abandon()
+        wire.withdraw(error)
+        raise
+
+
+def sent(op: Op, x: Tensor, wire: Transport) -> Tensor:
+    """Run an op in the dtype that is sent."""
+    if op.comm_dtype is None or op.comm_dtype is x.dtype:
+        return op.transfer(x, wire)
+    return op.in_comm_dtype(x, wire)
+
+
+def fake_result(op: Op, x: Tensor) -> Tensor:
+    """A result of the right shape and strides for a fake operand."""
+    y = x.new_empty(op.out_shape(x.shape))
+    return y if x.is_contiguous() else laid_out_as(x, y)
+
+
+def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | None:
+    """The check of a call; None where nothing is compared.
+
+    A call that sends nothing is only noted, if its backward sends; at level "full" it is compared too, if its operand
+    has to be the same on every rank.
+    """
+    axis = op.axis
+    if axis.size == 1 or not x.is_cpu:
+        return None
+    level = check_level()
+    if not level:
+        return None
+    src: Type | None = getattr(op, "src", None)
+    compared = op.sends or (level == FULL and src in (R, I))
+    if not compared and not (recorded is not None and recorded.flags & NEEDS_BACKWARD and op.sends_back):
+        return None
+    memo, key = op.memo, (x.shape, x.dtype)
+    said: Signature | None = memo.get(key)
+    if said is None:
+        said = memo[key] = Signature.of(op.verb, str(axis), op.describe(x), op.rank_local_desc())
+    if recorded is not None:
+        recorded.text = said.text
+        if not compared:
+            calls_of(transport_axis(axis).group).note(said, recorded)
+    if not compared:
+        return None
+    return ValueCheck(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
+
+
+def abort(op: Op, x: Tensor, error: Exception) -> None:
+    """Notify the other ranks that this rank aborts the call of an op."""
+    if not is_fake(x):
+        after_pending(op.axis, lambda: transport(op.axis, _check_of(op, x, None)).withdraw(error))
+
+
+_SILENT = frozenset({"convert", "recv", "replicate", "send", "shard"})
+"""The verbs that do not communicate with all ranks of the axis."""
+
+
+def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | None = None) -> None:
+    """Notify the other ranks that this rank aborts its call of a verb, so that they raise instead of waiting.
+
+    Where the ranks compare their calls, this is this rank's part of the comparison, and it waits for theirs. For a
+    point-to-point message only the receiver is notified; a rank that aborts a `recv` discards the message.
+
+    Args:
+        verb: the verb's name.
+        axis: the ranks.
+        x: the operand.
+        error: why the call is aborted.
+        peer: the other end of a point-to-point message.
+    """
+    if compiling() or axis.size == 1 or not on_cpu(x, axis):
+        return
+    if peer is not None:
+        if peer not in range(axis.size) or peer == axis.rank:
+            return
+        if verb == "send":
+            transport(axis).withdraw_message(
+                peer, f"none, because send() raised on rank {axis.rank}: {str(error).splitlines()[0]}"
+            )
+        else:
+            transport(axis).pass_over(peer)
+    elif check_level() and verb not in _SILENT:
+        words = f"{verb}, refused"
+        after_pending(axis, lambda: transport(axis, call_check(verb, str(axis), words)).withdraw(error))
+
+
+def on_cpu(x: object, axis: Axis) -> bool:
+    """Whether the ranks compare a call with this operand."""
+    given = x.flat if isinstance(x, Packed) else x
+    if isinstance(given, Tensor):
+        return given.is_cpu and not is_fake(given)
+    return group_cache(axis.group) is not None or not torch.accelerator.is_available()
