@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from gradmesh.backends.shm import memory
-from gradmesh.backends.shm.memory import TOKEN, Segment, chunk_bytes, segment_bytes
+from gradmesh.backends.shm import shared_memory
+from gradmesh.backends.shm.shared_memory import TOKEN, Segment, chunk_bytes, segment_bytes
 from gradmesh.errors import AbortedError, NotInitializedError
 from gradmesh.launch.process_ranks import PrivateStore, join
 
@@ -183,12 +183,12 @@ LIES: dict[str, tuple[Callable[[Path], int], str]] = {
     "one that others may open": (lambda _: memory_file("gradmesh", mode=0o644), "644"),
     "one of another size": (lambda _: memory_file("gradmesh", size=4096), "4096 bytes"),
     "one whose size may change": (lambda _: memory_file("gradmesh"), "not sealed"),
-    "another group's": (lambda _: memory.create(SIZE, bytes(TOKEN)), "token differs"),
+    "another group's": (lambda _: shared_memory.create(SIZE, bytes(TOKEN)), "token differs"),
 }
 
 
 def claim_of_rank_0(**changed: object) -> dict[str, object]:
-    own = {"host": memory._host(), "pid": os.getpid(), "fd": -1, "token": TOKEN_OF_IT.hex()}
+    own = {"host": shared_memory._host(), "pid": os.getpid(), "fd": -1, "token": TOKEN_OF_IT.hex()}
     return {**own, "chunk": chunk_bytes(), **changed}
 
 
@@ -225,7 +225,7 @@ def test_a_store_that_names_anything_but_the_groups_memory_is_refused(
 
 
 def test_a_file_of_another_user_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fd = memory.create(SIZE, TOKEN_OF_IT)
+    fd = shared_memory.create(SIZE, TOKEN_OF_IT)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(AbortedError, match="belongs to user"):
         meet(store, claim_of_rank_0(fd=fd))
@@ -234,7 +234,7 @@ def test_a_file_of_another_user_is_refused(store: Any, monkeypatch: pytest.Monke
 
 def test_memory_of_the_group_is_mapped(store: Any) -> None:
     """The same words, when they are so: what the tests above refuse is refused for its lie."""
-    fd = memory.create(SIZE, TOKEN_OF_IT)
+    fd = shared_memory.create(SIZE, TOKEN_OF_IT)
     segment = meet(store, claim_of_rank_0(fd=fd))
     assert segment.mapped.tolist() == [0, 1]
     assert int.from_bytes(os.pread(fd, 8, ctypes.sizeof(ctypes.c_char) * TOKEN + 8 * 3), "little") == 1

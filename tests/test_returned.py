@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh._util.call_sites import Place, stack_of
-from gradmesh.backends.shm.memory import Run
+from gradmesh.backends.shm.shared_memory import Run
 from gradmesh.launch import hang_detector
 from gradmesh.launch.hang_detector import MainThread, Probe, is_waiting_in
 from gradmesh.launch.outcomes import Failure, Outcome

@@ -29,8 +29,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.shm import engine, memory
-from gradmesh.backends.shm.memory import Segment, chunk_bytes, segment_bytes
+from gradmesh.backends.shm import engine, shared_memory
+from gradmesh.backends.shm.shared_memory import Segment, chunk_bytes, segment_bytes
 from gradmesh.errors import ArgumentError, GradmeshError
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
 from tools.soak import soak_ranks
@@ -337,7 +337,7 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank(ranks: Run) -> None:
         elsewhere = ["elsewhere", "another-boot", "pid:[1]"]
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 2:
-                stack.enter_context(mock.patch.object(memory, "_host", return_value=elsewhere))
+                stack.enter_context(mock.patch.object(shared_memory, "_host", return_value=elsewhere))
             tried = attempt(lambda: dist.new_group(backend="shm"))
         return tried, total()
 
@@ -360,14 +360,14 @@ def descriptors() -> list[str]:
 def test_the_memory_is_its_owners_and_never_grows(ranks: Run) -> None:
     def work() -> Any:
         kept: list[int] = []
-        create = memory.create
+        create = shared_memory.create
 
         def watched(size: int, token: bytes) -> int:
             fd = create(size, token)
             kept.append(os.dup(fd))
             return fd
 
-        with mock.patch.object(memory, "create", watched), group() as made:
+        with mock.patch.object(shared_memory, "create", watched), group() as made:
             before = [os.fstat(fd) for fd in kept]
             x = torch.ones(64 * MIB // 4)
             dist.all_reduce(x, group=made)
@@ -926,7 +926,7 @@ def test_more_ranks_than_cores_get_on() -> None:
 
 def test_the_collectives_are_right_with_the_fence_of_other_processors(ranks: Run) -> None:
     def work() -> list[bool]:
-        with mock.patch.object(memory, "fence", memory._through_a_lock), group() as made:
+        with mock.patch.object(shared_memory, "fence", shared_memory._through_a_lock), group() as made:
             rank, right = dist.get_rank(), []
             for count in (3, 30_000, 600_001):
                 xs = [data(r, count, dtype=torch.float32) for r in range(W)]

@@ -14,7 +14,7 @@ import gradmesh as gm
 from gradmesh._util.structure import leaves, rebuilt
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.transport import TRANSPORTS
-from gradmesh.transport.groups import OwnGroupTransport
+from gradmesh.transport.process_group import OwnGroupTransport
 
 Threads = Callable[[int], Callable[..., list[Any]]]
 

@@ -35,7 +35,7 @@ from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport import compiling, groups
+from gradmesh.transport import compiling, process_group
 
 T = TypeVar("T")
 
@@ -318,7 +318,7 @@ class Order:
             raise
         else:
             # This rank's pass is over, so waiting for its sends cannot deadlock.
-            groups.settle()
+            process_group.settle()
             if not create_graph and not retain_graph:
                 self._root = self._token = None
         finally:

@@ -25,14 +25,14 @@ from gradmesh.ops.transport import Transport
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.call_checks import OpCallCheck, calls_of
 from gradmesh.transport.comm_thread import transport_axis
-from gradmesh.transport.groups import (
+from gradmesh.transport.middleware import MIDDLEWARE, install_middleware
+from gradmesh.transport.process_group import (
     Functional,
     LocalTransport,
     OwnGroupTransport,
     TorchGroup,
     TracedLocalTransport,
 )
-from gradmesh.transport.middleware import MIDDLEWARE, install_middleware
 
 __all__ = [
     "TRANSPORTS",

@@ -5,7 +5,7 @@ its forward call: otherwise two backward calls of the same kind and shape could 
 differently. Calls that send nothing but whose backward sends are numbered too, and checked with the next call that
 sends.
 
-The transports exchange what is compared: see `groups.py` here, `Lockstep.agree` in backends/shm/engine.py and
+The transports exchange what is compared: see `process_group.py` here, `Lockstep.agree` in backends/shm/engine.py and
 `_compare` in backends/threads/rendezvous.py.
 
 In addition, each rank reports whether its call will have a backward: see `NEEDS_BACKWARD`.

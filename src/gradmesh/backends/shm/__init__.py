@@ -5,8 +5,8 @@ once gradmesh is imported. It is written in Python: torch copies and adds, the k
 
 The modules, bottom up:
 
-* `memory`: the ranks rendezvous through the store and map an anonymous shared memory segment. It contains, for each
-  rank, two chunks of 1 MiB as bounce buffers and a few words of 8 bytes that only this rank writes; and a ring buffer
+* `shared_memory`: the ranks rendezvous through the store and map an anonymous segment. It contains, for each rank,
+  two chunks of 1 MiB as bounce buffers and a few words of 8 bytes that only this rank writes; and a ring buffer
   for each pair of ranks. Live processes are tracked with pidfds. A rank sleeps on the word that will change (futex).
 * `engine`: a collective proceeds in epochs: write a chunk, publish a counter, wait until all ranks have, read their
   chunks. This is a flat barrier with a flag for each rank (Mellor-Crummey and Scott 1991 compare barriers); the two
@@ -32,9 +32,9 @@ from typing import Any
 import torch.distributed as dist
 
 from gradmesh.backends.process_group import timeout_of_group
-from gradmesh.backends.shm import memory
+from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.group import ShmGroup
-from gradmesh.backends.shm.memory import Segment, run
+from gradmesh.backends.shm.shared_memory import Segment, run
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["available", "default", "register", "run"]
@@ -44,7 +44,7 @@ _register_lock = threading.Lock()
 
 def available() -> bool:
     """Whether the backend supports this system: Linux on a supported processor."""
-    return memory.supported()
+    return shared_memory.supported()
 
 
 def default() -> str:

@@ -57,9 +57,9 @@ from gradmesh.backends.process_group import (
     show_call,
     timed_out_text,
 )
-from gradmesh.backends.shm import memory
-from gradmesh.backends.shm.memory import BROKE, FAILED, LEFT, Segment, Slots, run
+from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.p2p import P2PChannel, Receive, Send, misfit
+from gradmesh.backends.shm.shared_memory import BROKE, FAILED, LEFT, Segment, Slots, run
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, NotInitializedError, message
 
 LOOK = 0.05
@@ -165,7 +165,7 @@ class _Helper:
     def _wake(self) -> None:
         address = self.asleep_on
         if address is not None:
-            memory.wake(address)
+            shared_memory.wake(address)
 
     def _run(self) -> None:
         while True:
@@ -191,7 +191,7 @@ class _Helper:
         try:
             self.asleep_on = word[0]
             if version == self.version and not self.over:
-                memory.wait(*word, LOOK)
+                shared_memory.wait(*word, LOOK)
         finally:
             self.asleep_on = None
 
@@ -239,9 +239,9 @@ class Lockstep:
         self.epoch += 1
         if self._alone:
             return True
-        memory.fence()
+        shared_memory.fence()
         self._published[self.rank] = self.epoch
-        memory.wake(self._word)
+        shared_memory.wake(self._word)
         return self.arrived()
 
     def open(self, call_hash: int, looks: int) -> bool:
@@ -251,12 +251,12 @@ class Lockstep:
         if self._alone:
             return True
         published = self._published
-        memory.fence()
+        shared_memory.fence()
         published[self.rank] = epoch
-        memory.wake(self._word)
+        shared_memory.wake(self._word)
         for _ in range(looks):
             if min(published.tolist()) >= epoch:
-                memory.fence()
+                shared_memory.fence()
                 return True
             sched_yield()
         return False
@@ -288,7 +288,7 @@ class Lockstep:
         """Whether all ranks have published this epoch."""
         if min(self._published.tolist()) < self.epoch:
             return False
-        memory.fence()
+        shared_memory.fence()
         return True
 
     def late(self) -> list[int]:
@@ -560,9 +560,9 @@ def until(
         if ready():
             return
         if sleep is None or others:
-            time.sleep(_SLICE) if sleep is None else memory.wait(*sleep, _SLICE)
+            time.sleep(_SLICE) if sleep is None else shared_memory.wait(*sleep, _SLICE)
         else:
-            memory.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
+            shared_memory.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
         if ready():
             return
         now = time.monotonic()

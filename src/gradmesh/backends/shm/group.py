@@ -29,8 +29,8 @@ from gradmesh.backends.shm.collectives import (
     reducible,
 )
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork, Shown, Steps
-from gradmesh.backends.shm.memory import Segment
 from gradmesh.backends.shm.p2p import Receive, Send
+from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.backends.torch_names import Tensors
 from gradmesh.errors import ShapeError, message
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradmesh.backends.process_group import mismatched_message
-from gradmesh.backends.shm import memory
-from gradmesh.backends.shm.memory import Segment
+from gradmesh.backends.shm import shared_memory
+from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import MismatchError
 
 __all__ = ["DTYPES", "P2PChannel", "Receive", "Send", "misfit"]
@@ -181,7 +181,7 @@ class P2PChannel:
             count = min(rest, self._piece)
             if self._ring - (self._written[target] - self._segment.read[pair]) < count:
                 return
-            memory.fence()
+            shared_memory.fence()
             if send.position < 0:
                 self._write_raw(pair, self._written[target], send.header)
                 self._written[target] += _HEADER.size
@@ -192,9 +192,9 @@ class P2PChannel:
                     ring[:length].copy_(send.bytes[send.position + at : send.position + at + length])
                 send.position += count
                 self._written[target] += count
-            memory.fence()
+            shared_memory.fence()
             self._segment.written[pair] = self._written[target]
-            memory.wake(self._segment.written_word(pair))
+            shared_memory.wake(self._segment.written_word(pair))
             if send.position == send.bytes.numel():
                 leaving.popleft()
                 _end(send)
@@ -224,7 +224,7 @@ class P2PChannel:
             if coming is None:
                 if available < _HEADER.size:
                     return
-                memory.fence()
+                shared_memory.fence()
                 coming = self._match(source, self._peek(pair, source))
                 if coming is None:
                     return
@@ -233,7 +233,7 @@ class P2PChannel:
                 available -= _HEADER.size
             count = min(available, coming.size - coming.position)
             if count and coming.bytes is not None:
-                memory.fence()
+                shared_memory.fence()
                 for ring, at, length in self._stretches(pair, self._read[source], count):
                     coming.bytes[coming.position + at : coming.position + at + length].copy_(ring[:length])
                 coming.position += count
@@ -251,9 +251,9 @@ class P2PChannel:
 
     def _take(self, pair: int, source: int, count: int) -> None:
         self._read[source] += count
-        memory.fence()
+        shared_memory.fence()
         self._segment.read[pair] = self._read[source]
-        memory.wake(self._segment.read_word(pair))
+        shared_memory.wake(self._segment.read_word(pair))
 
     def _match(self, source: int, header: bytes) -> _Incoming | None:
         """The first message in a ring, if it should be read now."""

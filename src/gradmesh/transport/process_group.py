@@ -1,4 +1,4 @@
-"""The transports: groups of torch.distributed, groups of gradmesh's own backends, one rank, and compiled programs.
+"""The transports: process groups of torch.distributed and of gradmesh, one rank, and compiled programs.
 
 Point-to-point messages over torch.distributed.
 A message between CPUs is preceded by a header of fixed length with its description and size, so that a receiver that

@@ -1,4 +1,4 @@
-"""The shared memory of a group: its layout, how the ranks create and verify it, and how they wait for its words.
+"""The shared-memory segment of a group: its layout, how the ranks create, map and verify it, and how they wait on it.
 
 The layout of a group's shared memory: words, ring buffers, and chunks (bounce buffers).
 In this order: a token; the words that ranks publish; a ring buffer for each pair of ranks; two chunks for each rank.
@@ -6,7 +6,7 @@ The size depends only on the number of ranks and the chunk size, since messages 
 take no memory.
 
 The memory file that the ranks of a group share: created by the first rank, verified and mapped by the others.
-A rank learns from the store which file to open, and any process that can write to the store could name a different
+The store names the file to open, and any process that can write to the store could name a different
 one. So a rank verifies the file through an `O_PATH` descriptor before it opens it for writing: it must belong to this
 user, have no name and have the agreed size. Then it checks for size seals, which only `memfd_create` files have, and
 for the token that the first rank wrote.
