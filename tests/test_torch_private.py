@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh._torch import groups
+from gradmesh._torch import fsdp
 from gradmesh._torch import groups as own_rendezvous
 from gradmesh.ops.registry import REGISTRY
 
@@ -520,21 +520,21 @@ def _fsdp_tells() -> dict[str, Any]:
     found: dict[str, Any] = {}
     linear = torch.nn.Linear(2, 1, bias=False)
     old = importlib.import_module("torch.distributed._composable.replicate").replicate(linear)
-    found["in the registry"] = groups.is_replicated(old)
-    found["not in the registry"] = groups.is_replicated(torch.nn.Linear(2, 1))
+    found["in the registry"] = fsdp.is_replicated(old)
+    found["not in the registry"] = fsdp.is_replicated(torch.nn.Linear(2, 1))
 
     sharded = torch.nn.Linear(2, 1, bias=False)
     wrapper: Any = fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    parameters = groups.fully_sharded(sharded)
+    parameters = fsdp.fully_sharded(sharded)
     found["sharded"] = parameters is not None and [divisor for divisor, _ in parameters.values()]
     found["its own"] = parameters is not None and list(parameters) == [id(sharded.weight)]
     wrapper.set_gradient_divide_factor(3.0)
-    parameters = groups.fully_sharded(sharded)
+    parameters = fsdp.fully_sharded(sharded)
     found["set"] = parameters is not None and [divisor for divisor, _ in parameters.values()]
     gathered: list[Any] = []
     sharded.register_forward_hook(lambda *_: gathered.append(sharded.weight))
     sharded(torch.ones(1, 2))
-    parameters = groups.fully_sharded(sharded)
+    parameters = fsdp.fully_sharded(sharded)
     found["gathered"] = parameters is not None and parameters.keys() == {id(gathered[0]), id(sharded.weight)}
     found["over"] = parameters is not None and all(mesh.size() == 1 for _, mesh in parameters.values())
 
@@ -542,12 +542,12 @@ def _fsdp_tells() -> dict[str, Any]:
     wrapped = FullyShardedDataParallel(
         kept, ignored_modules=[kept[0]], use_orig_params=True, device_id=torch.device("cpu")
     )
-    found["ignored"] = groups.ignored_by_fsdp(wrapped) == {id(kept[0].weight)}
+    found["ignored"] = fsdp.ignored_by_fsdp(wrapped) == {id(kept[0].weight)}
     for kind in (True, False):
         both = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False))
         whole: Any = FullyShardedDataParallel(both, use_orig_params=kind, device_id=torch.device("cpu"))
         whole(torch.ones(1, 2)).sum().backward()
-        rows = list(groups.flattened(whole))
+        rows = list(fsdp.flattened(whole))
         where = [(owner, name, part) for _, _, owner, name, part in rows]
         parts = [None] * 3 if kind else [slice(0, 4), slice(4, 6), slice(6, 8)]
         names = [(both[0], "weight"), (both[0], "bias"), (both[1], "weight")]
@@ -556,16 +556,16 @@ def _fsdp_tells() -> dict[str, Any]:
             (held.grad if part is None else held.grad[part]).numel()  # type: ignore[union-attr,index]
             for held, _, _, _, part in rows
         ]
-        found[f"held, {kind}"] = [groups.is_flattened(each) for each in whole.parameters()]
+        found[f"held, {kind}"] = [fsdp.is_flattened(each) for each in whole.parameters()]
     found["not held"] = (
-        any(map(groups.is_flattened, kept[0].parameters())) or list(groups.flattened(kept[0])) != []
+        any(map(fsdp.is_flattened, kept[0].parameters())) or list(fsdp.flattened(kept[0])) != []
     )
     y: Any = wrapped(torch.ones(1, 2))
     leaves, nodes = set(), [y.grad_fn]
     while nodes:
         nodes += [after for after, _ in nodes.pop().next_functions if after is not None]
         leaves |= {id(node.variable) for node in nodes if hasattr(node, "variable")}
-    found["flat"] = {id(flat) for flat in groups.flat_parameters(wrapped)} <= leaves != set()
+    found["flat"] = {id(flat) for flat in fsdp.flat_parameters(wrapped)} <= leaves != set()
     return found
 
 

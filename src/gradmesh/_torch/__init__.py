@@ -27,17 +27,15 @@ from gradmesh._torch.dispatched import (
     need_dispatch,
     version_of,
 )
-from gradmesh._torch.groups import (
-    duplicate_group,
+from gradmesh._torch.fsdp import (
     flat_parameters,
     flattened,
     fully_sharded,
     ignored_by_fsdp,
     is_flattened,
-    is_known,
     is_replicated,
-    join_through,
 )
+from gradmesh._torch.groups import duplicate_group, is_known, join_through
 from gradmesh._torch.kernels import (
     fill_fresh_memory,
     flash_backward,

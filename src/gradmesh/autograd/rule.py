@@ -31,7 +31,7 @@ from gradmesh._torch import (
     transforms_active,
 )
 from gradmesh._util.call_sites import call_site
-from gradmesh.autograd.averaging import compare_after_pass
+from gradmesh.autograd.missing_sums import compare_after_pass
 from gradmesh.autograd.traced import Encoded, Traced, decode, encode
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op

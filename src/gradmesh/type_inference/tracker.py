@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradmesh._torch import in_backward, is_fake, version_of
 from gradmesh._util.call_sites import Site, call_site, show_site
-from gradmesh.autograd.averaging import MISSING_SUM
+from gradmesh.autograd.missing_sums import MISSING_SUM
 from gradmesh.errors import CheckWarning, MismatchError, TypeMismatchError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.sizes import EQUAL
