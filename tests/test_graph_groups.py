@@ -81,7 +81,7 @@ def meanwhile(async_op: bool) -> bool:
         sums = sums + plan.scatter_add(rows[source[outside]], outside)
         ((1 + gm.rank()) * sums**2).sum().backward()
     (back,) = line.events.select(phase="backward")
-    return (back.start or 0) < noted[0] - line.begun < (back.end or 0)
+    return (back.start or 0) < noted[0] - line.started < (back.end or 0)
 
 
 def test_interior_edges_are_worked_on_while_the_gradients_of_rows_travel(threads: Ranks) -> None:

@@ -251,7 +251,7 @@ def in_another_time_zone() -> Profile:
     with gm.verify.profiled() as profile:
         step(gm.rank())
     # What a clock that is ahead would have made of it.
-    profile.begun += (hour if gm.rank() == 1 else 0) - ahead
+    profile.started += (hour if gm.rank() == 1 else 0) - ahead
     return profile
 
 
@@ -261,7 +261,7 @@ NOW, MACHINE = profiles.now, profiles.machine
 @pytest.mark.processes
 def test_clocks_of_several_machines_are_aligned(processes: Threads) -> None:
     first, second = processes(2)(in_another_time_zone)
-    started = first.begun, second.begun
+    started = first.started, second.started
     assert abs(started[0] - started[1]) < 10**9
     whole = Profile.joined([first, second])
     assert {row.calls for row in whole.rows} == {2}

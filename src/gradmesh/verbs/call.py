@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_overloads
 
 import torch
 from torch import Tensor
@@ -117,12 +117,18 @@ def verb(*required: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         required: keyword arguments that get a default of None at run time, so that the verb can raise its own error.
     """
 
-    def with_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
+    def declared(function: Callable[..., Any]) -> Callable[..., Any]:
+        types = function.__annotations__  # those that help() shows: of all overloads together
+        for name in types.keys() & {"x", "return"}:
+            parts = [
+                part for one in get_overloads(function) for part in one.__annotations__[name].split(" | ")
+            ]
+            types[name] = " | ".join(dict.fromkeys(parts))
         if required:
             function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(required)}
         return function
 
-    return with_defaults
+    return declared
 
 
 _HEADER = 16

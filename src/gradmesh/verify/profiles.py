@@ -61,12 +61,22 @@ class Profile:
     """The profile of one or several ranks. It can be pickled, so that a rank can return it.
 
     Attributes:
-        begun: the start time, in nanoseconds of the clock of rank 0; 0 until the block has ended.
+        started: the start time, in nanoseconds of the clock of rank 0; 0 until the block has ended. Its
+            earlier name, `begun`, still works.
         entries: the entries of a Chrome trace, with the rank as process id, in microseconds since the start time.
     """
 
     begun: int = 0
     entries: list[Entry] = dataclasses.field(default_factory=list)
+
+    @property
+    def started(self) -> int:
+        """The start time; `begun` is its earlier name."""
+        return self.begun
+
+    @started.setter
+    def started(self, time: int) -> None:
+        self.begun = time
 
     @classmethod
     def joined(cls, ranks: Iterable[Profile]) -> Profile:
@@ -76,9 +86,9 @@ class Profile:
             ArgumentError: there are no profiles, or the block of one has not ended.
         """
         parts = complete(ranks, "Profile", "with profiled() as profile:")
-        start = min(part.begun for part in parts)
+        start = min(part.started for part in parts)
         moved = [
-            {**entry, "ts": entry["ts"] + (part.begun - start) / 1e3} if "ts" in entry else entry
+            {**entry, "ts": entry["ts"] + (part.started - start) / 1e3} if "ts" in entry else entry
             for part in parts
             for entry in part.entries
         ]
@@ -211,7 +221,7 @@ class _Session:
             ]
             # The trace's metadata names the process, not its ranks: replace it.
             part.profile.entries = [*_names(part, taken), *(_of_rank(entry, part, begin) for entry in taken)]
-            part.profile.begun = part.begin - part.ahead
+            part.profile.started = part.begin - part.ahead
 
 
 def _process(pid: int, rank: int) -> int:

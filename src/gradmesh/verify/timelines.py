@@ -37,7 +37,7 @@ from gradmesh.verify.simulator.trace import Event, Events, Phase, Work, show, tr
 
 class _Record(Protocol):
     @property
-    def begun(self) -> float: ...  # wording: ok
+    def started(self) -> float: ...
 
 
 RecordT = TypeVar("RecordT", bound=_Record)
@@ -55,13 +55,13 @@ def complete(ranks: Iterable[RecordT], whole: str, block: str) -> list[RecordT]:
         ArgumentError: there are no records, or a record's block has not ended yet.
     """
     parts = list(ranks)
-    if not parts or not all(part.begun for part in parts):
+    if not parts or not all(part.started for part in parts):
         raise ArgumentError(
             message(
                 "no complete records to join",
                 op=f"{whole}.joined",
                 expected=f"the object of `with {block} as record:` from each rank, after the block has ended",
-                got=f"{len(parts)} records, {sum(not part.begun for part in parts)} of them with an open block",
+                got=f"{len(parts)} records, {sum(not part.started for part in parts)} of them with an open block",
                 remedy="return `record` from the function that each rank runs, after the with block",
             )
         )
@@ -409,7 +409,8 @@ class Timeline:
     It can be pickled, so that a rank can return it; `joined` combines those of all ranks.
 
     Attributes:
-        begun: the start time, by the host's clock (`time.perf_counter`).
+        started: the start time, by the host's clock (`time.perf_counter`). Its earlier name,
+            `begun`, still works.
         events: the communication calls of gradmesh, in seconds since the start time; as in a simulation, except that
             `start` is when this rank starts to send.
         work: the intervals in which a rank computes, i.e. does not wait.
@@ -419,6 +420,15 @@ class Timeline:
     events: Events = dataclasses.field(default_factory=lambda: Events([]))
     work: list[Work] = dataclasses.field(default_factory=list)
 
+    @property
+    def started(self) -> float:
+        """The start time; `begun` is its earlier name."""
+        return self.begun
+
+    @started.setter
+    def started(self, time: float) -> None:
+        self.begun = time
+
     @classmethod
     def joined(cls, ranks: Iterable[Timeline]) -> Timeline:
         """Join the timelines of ranks on one host, which share a clock.
@@ -427,11 +437,11 @@ class Timeline:
             ArgumentError: there are no timelines, or the block of one has not ended.
         """
         parts = complete(ranks, "Timeline", "with timeline() as line:")
-        start = min(part.begun for part in parts)
+        start = min(part.started for part in parts)
         events: list[Event] = []
         work: list[Work] = []
         for part in parts:
-            later, before = part.begun - start, len(events)
+            later, before = part.started - start, len(events)
             events += [_moved(event, later, before) for event in part.events]
             work += [one._replace(start=one.start + later, end=one.end + later) for one in part.work]
         return cls(start, Events(events), work)
@@ -523,7 +533,7 @@ def timeline() -> Iterator[Timeline]:
     ):
         yield found
     end, start = time.perf_counter(), recorder.start
-    found.begun = start
+    found.started = start
     found.events = Events([_moved(event, -start, 0) for event in recorder.events])
     waits = [(stood - start, went - start) for stood, went in recorder.waits]
     passes = [(first - start, last - start) for first, last in recorder.passes]
