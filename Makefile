@@ -41,10 +41,10 @@ site: .venv/ready
 
 # The tables that compare gradmesh with other systems, and their pages. Some ten minutes each.
 bench: .venv/peers
-	$(BIN)/python -m benchmarks.speed --write docs/reports/bench.md
+	$(BIN)/python -m tools.report docs/reports/bench.md
 
 modes: .venv/peers
-	$(BIN)/python -m benchmarks.modes --write docs/reports/modes.md
+	$(BIN)/python -m tools.report docs/reports/modes.md
 
 # Random programs against dense runs of the same; some ten minutes.
 attack: .venv/ready

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradmesh.launch import process_ranks
 from gradmesh_pytest.running import World
+from tests.warm_ranks import Processes
 
 pytest.register_assert_rewrite("tests.contract")
 
@@ -22,6 +26,23 @@ Worlds = Callable[..., World]
 def _one_thread() -> None:
     """Small tensors on two cores: torch's own threads would only get in the way of the ranks."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[Processes]:
+    """Ranks that are processes are forked from one that has imported torch."""
+    warm = Processes()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            process_ranks, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": warm.popen})
+        )
+        yield warm
+    warm.close()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_where_asked(request: pytest.FixtureRequest, _warm: Processes) -> None:
+    _warm.fresh = request.node.get_closest_marker("fresh_ranks") is not None
 
 
 @pytest.fixture(autouse=True)

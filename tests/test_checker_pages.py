@@ -30,7 +30,7 @@ def program(rule: Rule, kind: str) -> str:
 
 def test_the_pages_are_up_to_date() -> None:
     for path, text in writer.pages(FOLDER).items():
-        assert path.read_text() == text, f"{path.name}: python -m tools.rules --write docs/rules"
+        assert path.read_text() == text, f"{path.name}: python -m tools.report docs/rules"
 
 
 def test_a_stale_page_would_be_seen() -> None:

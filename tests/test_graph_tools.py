@@ -10,6 +10,7 @@ import torch
 
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, by_space
+from tools import pages
 from tools.graphs import __main__ as command
 from tools.graphs import figures
 from tools.graphs.contest import HALVES, OURS, THEIRS, contest
@@ -193,9 +194,9 @@ def test_a_step_is_predicted_by_its_work_and_its_calls() -> None:
 def test_figures_go_where_the_page_has_their_command() -> None:
     page = (Path(__file__).parent.parent / "docs" / "reports" / "graphs-scale.md").read_text()
     for part in figures.PARTS:
-        changed = figures.with_figures(page, part, "other figures")
+        changed = pages.with_part(page, pages.mark("docs/reports/graphs-scale.md", part), "other figures")
         assert changed.count("other figures") == 1
-        assert changed.count(figures.END) == len(figures.PARTS)
+        assert changed.count(pages.END) == len(figures.PARTS)
 
 
 def test_text_of_small_figures_has_the_counts() -> None:
@@ -209,5 +210,5 @@ def test_the_command_writes_into_the_page(tmp_path: Path, monkeypatch: pytest.Mo
     page = tmp_path / "page.md"
     page.write_text((Path(__file__).parent.parent / "docs" / "reports" / "graphs-scale.md").read_text())
     monkeypatch.setitem(figures.PARTS, "exact", lambda: "other figures")
-    assert figures.main(["exact", "--write", str(page)]) == 0
+    assert figures.main(["exact"], page) == 0
     assert "other figures" in page.read_text()

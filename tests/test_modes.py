@@ -194,7 +194,7 @@ def test_faults_are_the_cells_that_are_neither_right_nor_refused() -> None:
 def test_the_command_prints_and_writes_the_table(tmp_path: Path) -> None:
     page, data = tmp_path / "modes.md", tmp_path / "modes.json"
     arguments = ["--quick", "--backend", "threads", "--mode", "reverse"]
-    result = CliRunner().invoke(modes, [*arguments, "--write", str(page), "--json", str(data)])
+    result = CliRunner().invoke(modes, [*arguments, "--json", str(data)], obj=page)
     assert result.exit_code == 0, result.output
     assert "halo_exchange" in result.output
     assert "| `halo_exchange` | ok |" in page.read_text()

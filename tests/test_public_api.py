@@ -52,7 +52,7 @@ def test_the_public_names_are_sorted_and_there() -> None:
 
 def test_public_api_matches_its_list() -> None:
     listed = (Path(__file__).parent / "public_api.txt").read_text().splitlines()
-    assert public_api.lines() == listed, "python -m tools.public_api --write tests/public_api.txt"
+    assert public_api.lines() == listed, "python -m tools.report tests/public_api.txt"
 
 
 def test_every_verb_of_the_registry_is_public() -> None:

@@ -129,8 +129,8 @@ def test_wrong_file_kind_is_reported(tmp_path: Path, text: str) -> None:
         loaded(path)
 
 
-def run(command: click.Command, *arguments: object) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+def run(command: click.Command, *arguments: object, obj: Path | None = None) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], obj=obj)
 
 
 def test_compare_passes_equal_runs_and_small_changes(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_the_command_measures_shows_and_writes(tmp_path: Path) -> None:
         "--system",
         "gradmesh",
     ]
-    result = run(speed, *arguments, "--json", "-", "--write", tmp_path / "docs" / "bench.md")
+    result = run(speed, *arguments, "--json", "-", obj=tmp_path / "docs" / "bench.md")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     names = {each["contender"] for each in data["cells"]}

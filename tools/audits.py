@@ -1,4 +1,4 @@
-"""Audit the collectives of gradmesh and of other libraries: python -m tools.audits --write docs/reports/audits.md.
+"""Audit the collectives of gradmesh and of other libraries: python -m tools.report docs/reports/audits.md.
 
 Of torch: `torch.distributed.nn.functional`; the functional collectives, of which the differentiable ones live in the
 private module `torch.distributed._functional_collectives`; and DTensor's redistribute. `spmd_types` where it is
@@ -13,6 +13,7 @@ import logging
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ _RESULTS = """
 torch {torch}, Python {python}, {cores} cores, 2 ranks on threads, in float64, {seconds:.0f} s in all. Written by
 
 ```console
-$ python -m tools.audits --write docs/reports/audits.md
+$ python -m tools.report docs/reports/audits.md
 ```
 
 Each call is made as its documentation says, see `benchmarks/systems/peers.py`; results that only the root has are
@@ -150,21 +151,20 @@ def _rows(calls: dict[str, Audit | str]) -> list[str]:
     return rows
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Audit everything; the exit status says whether something of gradmesh has a finding."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="the page to write")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds that one question may take")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     began = time.monotonic()
     found = audits(options.timeout)
     text = page(found, time.monotonic() - began)
-    if options.write is None:
+    if into is None:
         print(text)
     else:
-        options.write.write_text(text)
+        into.write_text(text)
     own = [each for name, calls in found.items() if name.startswith("gradmesh") for each in calls.values()]
     return int(not all(isinstance(each, Audit) and each.ok for each in own))
 

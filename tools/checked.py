@@ -2,7 +2,7 @@
 
 $ python -m tools.checked                          # all of them
 $ python -m tools.checked --only megatron clip     # those whose name has one of these
-$ python -m tools.checked --write docs/reports/check.md    # all of them, and the table into the page
+$ python -m tools.report docs/reports/check.md     # all of them, and the table into the page
 $ python -m tools.checked --cost                   # each script also without being recorded
 """
 
@@ -23,10 +23,10 @@ import torch
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script, recorded
 from tests.scripts import SCRIPTS, Script
+from tools.pages import mark, put
 
 __all__ = ["Row", "checked", "main", "row_of", "table"]
 
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 STEPS = 2
 
 
@@ -149,22 +149,19 @@ def _rows(names: Sequence[str], cost: bool) -> Iterator[Row]:
             yield row
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Check what is asked for; 1 where less than 95 % of the wrong ones are found, or a right one is accused."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
-    parser.add_argument("--write", type=Path, help="the page to write the table to")
     parser.add_argument("--cost", action="store_true", help="run each script alone too")
     parsed = parser.parse_args(arguments)
     rows = list(_rows(parsed.only, parsed.cost))
     text = table(rows)
     print(text.split("\n\n")[0])
-    if parsed.write and not parsed.only:
-        page = parsed.write.read_text()
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        parsed.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    if into is not None and not parsed.only:
+        put(into, mark("docs/reports/check.md"), text)
     wrong = [row for row in rows if row.script.expected is not None]
     accused = any(not row.right for row in rows if row.script.expected is None)
     return int(accused or sum(row.right for row in wrong) < 0.95 * len(wrong))

@@ -1,7 +1,7 @@
-"""Write every error text that users can meet into the page of its class: python -m tools.errors --write docs/errors.
+"""Write every error text that users can meet into the page of its class: python -m tools.report docs/errors.
 
 The texts are read from the source: the arguments of `errors.message`, and of the helpers that raise through it. The
-values that fill a text in are shown as names in angle brackets. Without `--write` it only lists outdated pages.
+values that fill a text in are shown as names in angle brackets. By itself it only lists outdated pages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from typing import Any
 import gradmesh
 from gradmesh import errors
 from tools.error_cases import cases
-from tools.pages import written
+from tools.pages import mark, with_part, written
 
 __all__ = ["FOLDER", "Text", "classes", "examples", "pages", "texts"]
 
 FOLDER = Path(__file__).parent.parent / "docs" / "errors"
 SOURCE = Path(gradmesh.__file__).parent
-BEGIN, END = "<!-- texts: begin (python -m tools.errors --write docs/errors) -->", "<!-- texts: end -->"
+BEGIN = mark("docs/errors")
 
 _REFUSING = {"fail", "_fail", "_refuse"}
 _NOT_OF_USERS = ("demo", *(f"checker/{name}.py" for name in ("hooks", "recorder", "trace", "verbs")))
@@ -37,7 +37,7 @@ its page; `gradmesh explain AxisError` prints the page without a clone.
 
 A message always has the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page
 has programs that raise the error, what to do, and all messages of the class, with the shortest call in the tests that
-raises each (`ones` is `torch.ones`). The lists are written by `python -m tools.errors --write docs/errors`.
+raises each (`ones` is `torch.ones`). The lists are written by `python -m tools.report docs/errors`.
 
 | class | it is also | messages | meaning |
 |---|---|---|---|
@@ -207,9 +207,7 @@ def pages(folder: Path) -> dict[Path, str]:
     for name, kind in sorted(classes().items()):
         path = folder / f"{name}.md"
         own = [text for text in known if text.kind == name]
-        head, rest = path.read_text().split(BEGIN)
-        _, after = rest.split(END)
-        found[path] = f"{head}{BEGIN}\n{_table(own, shown)}{END}{after}"
+        found[path] = with_part(path.read_text(), BEGIN, _table(own, shown))
         bases = [base.__name__ for base in kind.__mro__[1:] if base.__module__ == "builtins"]
         bases = [base for base in bases if base not in ("Exception", "Warning", "BaseException", "object")]
         says = (kind.__doc__ or "").splitlines()[0]
@@ -229,12 +227,12 @@ def _table(own: list[Text], shown: dict[Text, str]) -> str:
         for problem, remedies in rows.items()
         if any(remedies)
     ]
-    parts = ["", "## All messages", ""] if own else []
+    parts = ["## All messages", ""] if own else []
     if lines:
         parts += ["| message | what to do |", "| --- | --- |", *lines, ""]
     if rest := [f"* {problem}" for problem, remedies in rows.items() if not any(remedies)]:
         parts += ["The remedy in these messages depends on the call:" if lines else "", "", *rest, ""]
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip("\n")
 
 
 def _code(call: str) -> str:
@@ -249,9 +247,9 @@ def _cell(text: str) -> str:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Write the pages, or say which are not up to date."""
-    return written(__doc__, FOLDER, pages)
+    return written(pages(into or FOLDER), into is not None)
 
 
 if __name__ == "__main__":

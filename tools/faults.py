@@ -293,7 +293,7 @@ PAGE = """# Rank failures: what the other ranks receive
 
 What happens to the other ranks, and what the caller receives, when one rank is killed, raises, returns early, is slow
 or is stuck during a collective, an async call, a message or a backward pass. Written by
-`python -m tools.faults --write docs/reports/faults.md`, which gives rank {victim} of {size} the fault.
+`python -m tools.report docs/reports/faults.md`, which gives rank {victim} of {size} the fault.
 
 A slow rank is waited for. A rank stuck in user code is caught by the timeout of the group, which was {seconds:g} s here
 (the default is 300 s); the launcher's error then contains the Python stack of that rank. "Ended by the launcher" means
@@ -343,7 +343,7 @@ def _kept(file: Path) -> list[Trial]:
     return [last[cell] for cell in order if cell in last]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Run the trials and print the tables; the exit status is 1 where one falls short."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", action="append", choices=BACKENDS)
@@ -353,10 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="add each trial to this file as a line, and show all of it"
     )
-    parser.add_argument(
-        "--write", metavar="FILE", help="write the page; with --json, of all that the file has"
-    )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results: list[Trial] = []
     for started in options.started or ["launch", "torchrun"]:
@@ -370,12 +367,12 @@ def main() -> None:
             file.writelines(json.dumps(dataclasses.asdict(each)) + "\n" for each in results)
         results = _kept(Path(options.json))
     text = page(results)
-    if options.write:
-        Path(options.write).write_text(text)
+    if into is not None:
+        into.write_text(text)
     else:
         print(text)
-    sys.exit(any(each.short() for each in results))
+    return int(any(each.short() for each in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

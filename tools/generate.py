@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradmesh._torch import RELIED_ON
@@ -44,21 +45,22 @@ def with_variables(text: str) -> str:
     return _between_marks(text, environment.table())
 
 
-def main() -> int:
-    """Update the pages, or check them."""
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
+    """Update all pages, or check them."""
+    check = "--check" in (sys.argv if arguments is None else arguments)
     stale = 0
     for page, generated in ((README, with_table), (VERSIONS, with_names), (VARIABLES, with_variables)):
         text = page.read_text()
         fresh = generated(text)
         stale |= text != fresh
-        if "--check" not in sys.argv:
+        if not check:
             page.write_text(fresh)
     for name, fresh in badges().items():
         path = ROOT / "docs" / "badges" / name
         stale |= not path.exists() or path.read_text() != fresh
-        if "--check" not in sys.argv:
+        if not check:
             path.write_text(fresh)
-    return int(stale and "--check" in sys.argv)
+    return int(stale and check)
 
 
 if __name__ == "__main__":

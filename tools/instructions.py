@@ -1,16 +1,16 @@
 """Instructions that a verb takes around its transfer, counted by valgrind's Callgrind through torch's Timer.
 
-$ python -m tools.instructions --write docs/profiler.md
+$ python -m tools.report docs/profiler.md
 
 In a world of one rank, where nothing travels: what is counted is arguments, the op, the result's memory, the graph.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-__all__ = ["LINES", "available", "counted", "main"]
+from tools.pages import mark, put
 
-BEGIN, END = "<!-- python -m tools.instructions --write docs/profiler.md -->", "<!-- end -->"
+__all__ = ["LINES", "available", "counted", "main"]
 
 LINES = {
     "torch: x.clone()": "x.clone()",
@@ -58,11 +58,8 @@ def counted(line: str, calls: int = _CALLS) -> float:
     return float(stats.counts()) / calls
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Count, and print or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--write", type=Path, help="the page")
-    page = parser.parse_args().write
     if not available():
         sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
     # What else runs does not change a count. torch also runs each statement once here, so each has a process for it.
@@ -71,12 +68,12 @@ def main() -> None:
         rows = [f"| `{name}` | {count / 1000:.1f} |" for name, count in zip(LINES, counts, strict=True)]
     text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])
     text += f"\n\nA world of one rank, 4 numbers of float32, torch {torch.__version__}."
-    if page is None:
+    if into is None:
         print(text)
-        return
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}")
+    else:
+        put(into, mark("docs/profiler.md"), text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Mismatched calls, forward, backward and in second order, and what every rank raises.
 
     python -m tools.mismatches
-    python -m tools.mismatches --write docs/reports/mismatches.md
+    python -m tools.report docs/reports/mismatches.md
 
 Each mismatch is a pair of calls: rank 0 makes the first and rank 1 the second. Forward they are made like that.
 Backward both ranks make both, and each rank's loss uses its own; twice backward both gradients are taken, and each rank
@@ -11,13 +11,14 @@ and how long it took.
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
@@ -180,31 +181,33 @@ def cells(name: str, backend: str) -> list[str]:
     return found
 
 
-def table(backends: tuple[str, ...]) -> list[str]:
+def table(backends: Sequence[str]) -> list[str]:
     """The table, as lines of Markdown."""
     heads = [f"{backend}, {form}" for backend in backends for form in FORMS]
     lines = [f"| mismatch | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name in MISMATCHES:
         row = [text for backend in backends for text in cells(name, backend)]
         lines.append(f"| {name} | {' | '.join(row)} |")
-        click.echo(lines[-1])
+        print(lines[-1], flush=True)
     return lines
 
 
-@click.command(help=__doc__.splitlines()[0] if __doc__ else None)
-@click.option("--backend", "backends", multiple=True, default=BACKENDS, help="Which; all by default.")
-@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="The page to write.")
-def main(backends: tuple[str, ...], write: Path | None) -> None:
-    """Print the table."""
-    lines = table(backends)
-    if write is not None:
-        write.write_text(PAGE.format(table="\n".join(lines), torch=torch.__version__))
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
+    """Print the table, or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", choices=BACKENDS, action="append", help="all by default")
+    lines = table(parser.parse_args(arguments).backend or BACKENDS)
+    if into is not None:
+        into.write_text(PAGE.format(table="\n".join(lines), torch=torch.__version__))
+    return 0
 
 
 PAGE = """# Mismatch detection: what each rank receives when the ranks' calls differ
 
 What gradmesh reports when two ranks make different collective calls at the same point: other ops, shapes, dtypes, sizes
-or arguments. Written by `python -m tools.mismatches --write docs/reports/mismatches.md` on torch {torch}, 2 ranks of
+or arguments. Written by `python -m tools.report docs/reports/mismatches.md` on torch {torch}, 2 ranks of
 one machine.
 
 Rank 0 makes one call of a pair and rank 1 the other: in forward; in the backward of two calls that both ranks made; in
@@ -219,4 +222,4 @@ In forward, two calls of the same kind, shape and dtype that are swapped on one 
 """
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,16 +1,16 @@
-"""Run the tutorials and keep what they print: python -m tools.notebooks --write docs/tutorials.
+"""Run the tutorials and keep what they print: python -m tools.report docs/tutorials.
 
-Without `--write` it only says which print something else than they hold. What goes to stderr, such as progress bars, is
+By itself it only says which print something else than they hold. What goes to stderr, such as progress bars, is
 kept as it last stood and not compared.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +101,13 @@ def _as_last_seen(text: str) -> str:
     return "\n".join(line for at, line in enumerate(lines) if not bars[at] or at == last)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Run them, and write them or say which are not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="the folder of the tutorials")
-    options = parser.parse_args()
     stale = 0
     for path in notebooks():
         fresh = run(path)
-        if options.write:
-            nbformat.write(fresh, options.write / path.name)
+        if into is not None:
+            nbformat.write(fresh, into / path.name)
         elif printed(fresh) != printed(nbformat.read(path, as_version=4)):
             print(f"{path} is not up to date")
             stale = 1

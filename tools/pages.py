@@ -1,31 +1,43 @@
-"""Files that a command writes, or says of that they are not up to date."""
+"""Generated parts of pages, between the mark that names their command and `END`; folders of generated files."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["written"]
+__all__ = ["END", "mark", "put", "with_part", "written"]
+
+END = "<!-- end -->"
 
 
-def written(about: str | None, folder: Path, files: Callable[[Path], Mapping[Path, str]]) -> int:
-    """Write the files where `--write` asks for it, else name those that are not up to date; the exit status.
+def mark(page: str, *options: str) -> str:
+    """The line above a generated part of a page: the command that writes it."""
+    return f"<!-- {' '.join(('python -m tools.report', page, *options))} -->"
+
+
+def with_part(text: str, begin: str, part: str) -> str:
+    """A page's text with another part below a mark."""
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{part}\n\n{END}{rest.split(END, 1)[1]}"
+
+
+def put(page: Path, begin: str, part: str) -> None:
+    """Write a part into a page."""
+    page.write_text(with_part(page.read_text(), begin, part))
+
+
+def written(files: Mapping[Path, str], write: bool) -> int:
+    """Write the files that are not up to date, or name them; the exit status.
 
     Args:
-        about: what the command says of itself.
-        folder: where the files are.
-        files: what they have to hold, in a folder.
+        files: what each file must contain.
+        write: whether to write them.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write what is not up to date")
-    options = parser.parse_args()
-    made = files(options.write or folder)
-    stale = {path: text for path, text in made.items() if not path.exists() or path.read_text() != text}
+    stale = {path: text for path, text in files.items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
-        if options.write:
+        if write:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         else:
             print(f"{path} is not up to date")
-    return int(bool(stale) and not options.write)
+    return int(bool(stale) and not write)

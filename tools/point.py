@@ -1,13 +1,13 @@
 """The gradient of one contrastive step on four ranks, gathered in the usual ways, compared with one process.
 
-$ python -m tools.point --write docs/point.svg
+$ python -m tools.report docs/point.svg
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +158,15 @@ def draw(found: dict[str, float], path: Path) -> None:
     path.write_text("\n".join([*lines, "</svg>", ""]))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
     """Print the figures, and draw them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--write", type=Path, help="the picture")
-    path = parser.parse_args().write
     found = deviations()
     for way, far in found.items():
         print(f"{way:45} {far:.1e}")
-    if path:
-        draw(found, path)
+    if into is not None:
+        draw(found, into)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

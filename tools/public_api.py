@@ -1,13 +1,14 @@
 """Every public name with its arguments, which is what a release promises.
 
-$ python -m tools.public_api --write tests/public_api.txt
+$ python -m tools.report tests/public_api.txt
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -55,17 +56,15 @@ def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=inspect.Parameter.empty, default=default if plain else ...)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
     """Write or print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--write", type=Path, help="the file")
     text = "\n".join(lines()) + "\n"
-    path = parser.parse_args().write
-    if path is None:
+    if into is None:
         print(text, end="")
     else:
-        path.write_text(text)
+        into.write_text(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

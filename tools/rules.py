@@ -1,7 +1,7 @@
-"""Write the rules of `gradmesh check` into their pages: python -m tools.rules --write docs/rules.
+"""Write the rules of `gradmesh check` into their pages: python -m tools.report docs/rules.
 
 The head of each page and the page that lists them come from the registry; the programs of a page are written by hand.
-Without `--write` it only says which pages are not up to date.
+By itself it only lists outdated pages.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradmesh.checker.findings import RULES, Rule
-from tools.pages import written
+from tools.pages import mark, with_part, written
 
 __all__ = ["index", "pages", "with_rule"]
 
-BEGIN, END = "<!-- rule: begin (python -m tools.rules --write docs/rules) -->", "<!-- rule: end -->"
+FOLDER = Path(__file__).parent.parent / "docs" / "rules"
+BEGIN = mark("docs/rules")
 
 _INDEX = """# Rules of `gradmesh check`
 
 What [`gradmesh check`](../check.md) can find, each with a wrong and a right program. An error is a wrong number, or no
 answer, and makes the exit status 1; a warning is what goes wrong in some uses and is meant in others. Written by
-`python -m tools.rules --write docs/rules`.
+`python -m tools.report docs/rules`.
 """
 
 _GROUPS = {
@@ -55,12 +57,10 @@ def index() -> str:
 
 def with_rule(text: str, rule: Rule) -> str:
     """A rule's page with what the registry says of it."""
-    head, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    head = re.sub(r"\A# .*", f"# {rule.id} {rule.name}", head)
+    text = re.sub(r"\A# .*", f"# {rule.id} {rule.name}", text)
     parts = (f"*{rule.severity}* · {rule.short}", rule.why, f"**To fix it.** {rule.remedy}")
     described = "\n\n".join(textwrap.fill(part, 119, break_on_hyphens=False) for part in parts)
-    return f"{head}{BEGIN}\n{described}\n{END}{after}"
+    return with_part(text, BEGIN, described)
 
 
 def pages(folder: Path) -> dict[Path, str]:
@@ -72,9 +72,9 @@ def pages(folder: Path) -> dict[Path, str]:
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Write the pages, or say which are not up to date."""
-    return written(__doc__, Path(__file__).parent.parent / "docs" / "rules", pages)
+    return written(pages(into or FOLDER), into is not None)
 
 
 if __name__ == "__main__":

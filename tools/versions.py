@@ -1,6 +1,6 @@
 """What the tests did on other versions of torch.
 
-$ python -m tools.versions build/torch-*.xml --write docs/versions.md
+$ python -m tools.report docs/versions.md build/torch-*.xml
 
 `make torch VERSION=2.15.0` leaves its report in build/torch-2.15.0.xml.
 """
@@ -8,14 +8,17 @@ $ python -m tools.versions build/torch-*.xml --write docs/versions.md
 from __future__ import annotations
 
 import argparse
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Report", "main", "read", "table"]
+from tools.pages import mark, put
 
-BEGIN, END = "<!-- runs: begin (python -m tools.versions) -->", "<!-- runs: end -->"
+__all__ = ["BEGIN", "Report", "main", "read", "table"]
+
+BEGIN = mark("docs/versions.md", "build/torch-*.xml")
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,18 @@ def table(reports: Sequence[Report]) -> str:
     return "\n".join([*lines, "", *failed] if failed else lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Print the table, or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
-    parser.add_argument("--write", type=Path, metavar="PAGE")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     made = table([read(path) for path in sorted(options.reports)])
-    if options.write is None:
+    if into is None:
         print(made)
-        return
-    before, rest = options.write.read_text().split(BEGIN)
-    options.write.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END, 1)[1]}")
+    else:
+        put(into, BEGIN, made)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

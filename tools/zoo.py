@@ -2,7 +2,7 @@
 
 python -m tools.zoo                                 # the table, and how much of it is right
 python -m tools.zoo --only NAME                     # those with NAME in their name, with the whole report
-python -m tools.zoo --write docs/reports/known-bad-programs.md  # the page
+python -m tools.report docs/reports/known-bad-programs.md  # the page
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ many of them the checkers of `gm.verify` get right. `audit` runs on collectives,
 and nothing that is false. The programs are in `tests/zoo/`. This page is written by
 
 ```console
-$ python -m tools.zoo --write docs/reports/known-bad-programs.md
+$ python -m tools.report docs/reports/known-bad-programs.md
 ```
 
 """
@@ -110,12 +110,11 @@ def page(found: Sequence[Outcome]) -> str:
     return "".join(parts) + _LIMITS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Run the zoo; 1 if too few reports are right."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page")
     parser.add_argument("--only", default="", metavar="NAME", help="programs with this in their name")
     parser.add_argument("--jobs", type=int, default=1, help="how many programs at once")
     args = parser.parse_args(arguments)
@@ -132,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(outcome.text, flush=True)
     print(_summary(found))
     print(f"{time.perf_counter() - start:.1f} s with {args.jobs} at once")
-    if args.write:
-        args.write.write_text(page(found))
+    if into is not None:
+        into.write_text(page(found))
     good = sum(o.right(PROGRAMS[o.name]) for o in found)
     return 0 if good >= LEAST * len(found) else 1
 

@@ -17,7 +17,7 @@ from benchmarks.systems.peers import PEERS
 from benchmarks.terminal import errors_as_text, progress, tables_console
 from gradmesh.errors import GradmeshError, message
 
-__all__ = ["SYSTEMS", "modes"]
+__all__ = ["SYSTEMS", "main", "modes"]
 
 SYSTEMS = {system.name: system for system in (GRADMESH, *PEERS)}
 
@@ -49,16 +49,16 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )
 @click.option("--json", "json_path", type=_FILE, help="Where to write everything, as JSON.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
-@click.option("--write", "page", type=_FILE, help="Where to write the page of the docs.")
+@click.pass_obj
 @errors_as_text
 def modes(
+    page: Path | None,
     systems: Sequence[str],
     only: Sequence[str],
     quick: bool,
     backend: str,
     json_path: Path | None,
     as_markdown: bool,
-    page: Path | None,
 ) -> None:
     """Run every verb in every autodiff mode, here and in other systems.
 
@@ -86,3 +86,8 @@ def modes(
         report.show(found, tables_console())
     if faults := report.faults(found[GRADMESH.name][1] if GRADMESH.name in found else {}):
         raise GradmeshError(message("a cell is neither right nor refused", got="\n".join(faults)))
+
+
+def main(arguments: Sequence[str], into: Path) -> int:
+    """Run the command and write the page of the docs."""
+    return int(modes.main(list(arguments), prog_name="python -m benchmarks.modes", obj=into))

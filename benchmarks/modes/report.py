@@ -28,7 +28,7 @@ _INTRO = """\
 # Autodiff modes: every collective in reverse, forward, vmap, compile and more, in five systems
 
 Which collectives of gradmesh, `torch.distributed.nn.functional`, the functional collectives, DTensor and spmd_types
-give right results in which autodiff mode. Written by `python -m benchmarks.modes --write docs/reports/modes.md`.
+give right results in which autodiff mode. Written by `python -m tools.report docs/reports/modes.md`.
 
 Each cell is a run on two ranks (subgroup: a group of two among four), in float64, compared with the same program
 written densely for one process: value, gradient, second derivative or tangent, to within 1e-10 of the largest entry.

@@ -20,7 +20,7 @@ from benchmarks.speed.tasks import ELEMENT, VERBS
 from benchmarks.terminal import errors_as_text, progress, tables_console
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["size_of", "speed"]
+__all__ = ["main", "size_of", "speed"]
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -54,14 +54,10 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="Where to write everything, as JSON; - for stdout, all else goes to stderr then.",
 )
 @click.option("--picture", type=_FILE, help="Where to draw time over floor against size, as SVG.")
-@click.option(
-    "--write",
-    "page",
-    type=_FILE,
-    help="Where to write the page of the docs; the picture is drawn beside it.",
-)
+@click.pass_obj
 @errors_as_text
 def speed(
+    page: Path | None,
     ranks: Sequence[int],
     verbs: Sequence[str],
     sizes: Sequence[str],
@@ -70,7 +66,6 @@ def speed(
     quick: bool,
     json_path: str | None,
     picture: Path | None,
-    page: Path | None,
 ) -> None:
     """Time every collective, forward and backward, here and in other systems.
 
@@ -88,7 +83,8 @@ def speed(
         systems=tuple(systems),
         rounds=rounds or plan.rounds,
     )
-    command = _command(quick, {"ranks": ranks, "verb": verbs, "size": sizes, "system": systems}, rounds, page)
+    given = {"ranks": ranks, "verb": verbs, "size": sizes, "system": systems}
+    command = _command(quick, given, rounds, page is not None)
     for path in (picture, page, Path(json_path) if json_path not in (None, "-") else None):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,12 +128,15 @@ def size_of(text: str) -> int:
     return size
 
 
-def _command(
-    quick: bool, given: Mapping[str, Sequence[object]], rounds: int | None, page: Path | None
-) -> str:
+def _command(quick: bool, given: Mapping[str, Sequence[object]], rounds: int | None, report: bool) -> str:
     """How the command was called, as far as it decides what is measured and written."""
-    words = ["python -m benchmarks.speed", *(["--quick"] if quick else [])]
+    words = ["python -m tools.report docs/reports/bench.md" if report else "python -m benchmarks.speed"]
+    words += ["--quick"] if quick else []
     words += [f"--{name} {shlex.quote(str(value))}" for name, values in given.items() for value in values]
     words += [] if rounds is None else [f"--rounds {rounds}"]
-    words += [] if page is None else [f"--write {page}"]
     return " ".join(words)
+
+
+def main(arguments: Sequence[str], into: Path) -> int:
+    """Run the command and write the page of the docs, with the picture beside it."""
+    return int(speed.main(list(arguments), prog_name="python -m benchmarks.speed", obj=into))

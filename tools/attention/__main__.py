@@ -1,7 +1,7 @@
 """Measure attention over a cut sequence: memory of each rank, time, and what the ring hides of a slow wire.
 
 python -m tools.attention                              # the tables
-python -m tools.attention --write docs/reports/attention.md    # into the page
+python -m tools.report docs/reports/attention.md       # into the page
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ from gradmesh.verify import Link
 from tools.attention.memory import peaks
 from tools.attention.timing import times
 from tools.attention.ways import Case
+from tools.pages import mark, put
 
-BEGIN, END = "<!-- python -m tools.attention --write docs/reports/attention.md -->", "<!-- end -->"
 SIZES = (1, 2, 4)
 KEPT = ("ring", "ring, zigzag", "ulysses", "gathered keys")
 TIMED = ("ring", "ring, zigzag", "ulysses", "torch's ring", "torch's ring, balanced", "gathered keys")
@@ -86,7 +87,7 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure, and print or write the tables."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.attention",
@@ -96,8 +97,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=4, help="steps of each way")
-    parser.add_argument("--write", type=Path, help="the page to write the tables into")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     case = Case(parsed.length, parsed.heads)
     what = (
         f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores, ranks with one thread "
@@ -117,10 +117,8 @@ def main() -> int:
         parts.append(measure(case))
         print(parts[-1], flush=True)
     text = "\n\n".join(parts)
-    if parsed.write is not None:
-        page = parsed.write.read_text()
-        before, rest = page.split(BEGIN)
-        parsed.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}")
+    if into is not None:
+        put(into, mark("docs/reports/attention.md"), text)
     return 0
 
 

@@ -1,11 +1,10 @@
 """Draw what a code host shows of a SARIF file: check some scripts, and open what was found in Azure DevOps' own viewer.
 
-$ python -m tools.code_host --write docs/check-code-host.png      # needs npm, and Chromium
+$ python -m tools.report docs/check-code-host.png      # needs npm, and Chromium
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -59,12 +58,7 @@ def draw(log: dict[str, Any], to: Path) -> None:
         shutil.copy(folder / "view.png", to)
 
 
-def main() -> None:
+def main(arguments: Sequence[str], into: Path) -> int:
     """Draw it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--write", type=Path, required=True, help="the picture")
-    draw(found(SHOWN), parser.parse_args().write)
-
-
-if __name__ == "__main__":
-    main()
+    draw(found(SHOWN), into)
+    return 0

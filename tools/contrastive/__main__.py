@@ -3,7 +3,7 @@
 python -m tools.contrastive                                # time and memory of a global batch of 16,384
 python -m tools.contrastive large                          # of 65,536, which only tiles can do
 python -m tools.contrastive recall                         # what more negatives bring, on three seeds
-python -m tools.contrastive --write docs/reports/contrastive.md    # all of it, into the page; some ten minutes
+python -m tools.report docs/reports/contrastive.md         # all of it, into the page; some ten minutes
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,12 +21,12 @@ import torch
 import gradmesh as gm
 from tools.contrastive.digits import recall_table, recalls
 from tools.contrastive.measure import WAYS, Step, steps
+from tools.pages import mark, put
 
 RANKS = 2
 FEATURES = 512
 SAMPLES, LARGE = 16_384, 65_536
 LOCAL = "local logits"
-BEGIN, END = "<!-- {} -->", "<!-- end -->"
 
 
 def machine() -> str:
@@ -66,13 +67,6 @@ def table(found: dict[str, Step], samples: int) -> str:
     return "\n".join(lines)
 
 
-def written(page: str, name: str, text: str) -> str:
-    """A page with a table in its place."""
-    begin = BEGIN.format(name)
-    before, rest = page.split(begin)
-    return f"{before}{begin}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}"
-
-
 def _steps(parsed: argparse.Namespace) -> tuple[str, bool]:
     found = taken(list(WAYS), SAMPLES, parsed.repeats)
     local = found.pop(LOCAL)
@@ -94,27 +88,28 @@ TABLES = {"steps": _steps, "large": _large, "recall": _recall}
 """What makes each table, and tells whether it is worse than it has to be."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure; 1 where tiles take 1.1 of the time or an eighth of the memory of local logits, or 1 GiB of the large."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.contrastive",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=list(TABLES), nargs="?", default="steps")
+    parser.add_argument(
+        "what", choices=[[], *TABLES], nargs="*", help="steps, or all for the page, by default"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="steps of each way, in turn")
     parser.add_argument("--seeds", type=int, default=3, help="of recall")
     parser.add_argument("--steps", type=int, default=200, help="of training, for recall")
-    parser.add_argument("--write", type=Path, help="the page to write all tables into")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     failed = False
-    for name in [parsed.what] if parsed.write is None else TABLES:
+    for name in parsed.what or (["steps"] if into is None else TABLES):
         text, worse = TABLES[name](parsed)
         failed |= worse
         print(text, flush=True)
-        if parsed.write is not None:
-            parsed.write.write_text(written(parsed.write.read_text(), name, text))
+        if into is not None:
+            put(into, mark("docs/reports/contrastive.md", name), text)
     return int(failed)
 
 

@@ -1,20 +1,21 @@
 """The command that prints what fields in parts cost and how far they are from whole ones, and writes the tables.
 
-python -m tools.fields [--programs 40] [--only deviations] [--write docs/reports/fields.md]
+python -m tools.fields [--programs 40] [--only deviations]
+python -m tools.report docs/reports/fields.md [--programs 40] [--only deviations]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import torch
 
 from tools.fields.measure import AUDITED, WORLDS, costs, findings, worst
-
-_MARK = "<!-- {name}: written by python -m tools.fields -->"
+from tools.pages import mark, put
 
 
 def table_of_deviations(programs: int) -> str:
@@ -49,27 +50,20 @@ def table_of_costs() -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str, name: str, table: str) -> str:
-    """A page with a table in its place."""
-    mark = re.escape(_MARK.format(name=name))
-    return re.sub(f"({mark}\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + table + m[2], text, flags=re.DOTALL)
-
-
-@click.command(help="Show how far fields in parts are from whole ones, and what they cost.")
-@click.option("--programs", default=40, show_default=True, help="Random programs of each kind.")
-@click.option(
-    "--write", type=click.Path(dir_okay=False, exists=True, path_type=Path), help="The page to write."
-)
-@click.option("--only", type=click.Choice(["deviations", "costs"]), help="One table of the two.")
-def main(programs: int, write: Path | None, only: str | None) -> None:
-    """Print the tables."""
-    tables = {"deviations": lambda: table_of_deviations(programs), "costs": table_of_costs}
-    for name in [only] if only else tables:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
+    """Print how far sharded fields are from whole ones and what they cost, or write the tables into the page."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fields")
+    parser.add_argument("--programs", type=int, default=40, help="random programs of each kind")
+    parser.add_argument("--only", choices=("deviations", "costs"), help="one table of the two")
+    parsed = parser.parse_args(arguments)
+    tables = {"deviations": lambda: table_of_deviations(parsed.programs), "costs": table_of_costs}
+    for name in [parsed.only] if parsed.only else tables:
         table = tables[name]()
         print(table, end="\n\n", flush=True)
-        if write is not None:
-            write.write_text(with_table(write.read_text(), name, table))
+        if into is not None:
+            put(into, mark("docs/reports/fields.md", "--only", name), table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

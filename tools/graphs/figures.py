@@ -1,7 +1,7 @@
 """The figures of docs/reports/graphs-scale.md, as measured on the machine that runs this.
 
 python -m tools.graphs figures                                          # all of them
-python -m tools.graphs figures bytes growth --write docs/reports/graphs-scale.md   # some, into the page
+python -m tools.report docs/reports/graphs-scale.md bytes growth        # some, into the page
 """
 
 from __future__ import annotations
@@ -31,20 +31,13 @@ from tools.graphs.prediction import (
 )
 from tools.graphs.steps import KINDS
 from tools.graphs.traffic import counted
+from tools.pages import mark, put
 from tools.simulator.shm import fit
 
-__all__ = ["PARTS", "main", "with_figures"]
+__all__ = ["PARTS", "main"]
 
-END = "<!-- end -->"
 NEIGHBOURS, WIDTH = 12, 16
 PICTURE = "graphs.svg"
-
-
-def with_figures(page: str, part: str, text: str) -> str:
-    """The page with other figures for a part."""
-    begin = f"<!-- python -m tools.graphs figures {part} --write docs/reports/graphs-scale.md -->"
-    before, rest = page.split(begin)
-    return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -255,7 +248,7 @@ def growth(nodes: Sequence[int] = NODES, least: int = 20_000, picture: Path | No
     )
 
 
-PARTS: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[..., str]] = {
     "exact": exact,
     "bytes": sent,
     "growth": growth,
@@ -266,24 +259,19 @@ PARTS: dict[str, Callable[[], str]] = {
 """What measures each part of the page and puts it into words."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print parts of the page, or write them into it."""
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
+    """Print parts of the page, or write them into it; the picture of growth goes beside it."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.graphs figures",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
-    parser.add_argument(
-        "--write", type=Path, help="the page to write them into; growth's picture goes beside it"
-    )
     parsed = parser.parse_args(arguments)
     for part in parsed.part or PARTS:
-        if part == "growth" and parsed.write is not None:
-            text = growth(picture=parsed.write.parent / PICTURE)
-        else:
-            text = PARTS[part]()
+        picture = {"picture": into.parent / PICTURE} if part == "growth" and into is not None else {}
+        text = PARTS[part](**picture)
         print(f"{text}\n", flush=True)
-        if parsed.write is not None:
-            parsed.write.write_text(with_figures(parsed.write.read_text(), part, text))
+        if into is not None:
+            put(into, mark("docs/reports/graphs-scale.md", part), text)
     return 0

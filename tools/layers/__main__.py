@@ -3,7 +3,7 @@
 python -m tools.layers                          # all of it: some minutes
 python -m tools.layers --layer linear_cross_entropy
 python -m tools.layers --beside                 # time and memory beside torch's own layers
-python -m tools.layers --write docs/reports/layers.md   # the table of the page
+python -m tools.report docs/reports/layers.md   # the table of the page; with --beside, the other one
 """
 
 from __future__ import annotations
@@ -20,26 +20,12 @@ import gradmesh as gm
 from tools.layers.beside import MODELS, RANKS, Result, measured
 from tools.layers.table import CASES, HEAD, row_of
 from tools.overlap.page import machine
-
-
-def _marks(what: str, options: str) -> tuple[str, str]:
-    begin = f"<!-- {what}: begin (python -m tools.layers {options}--write docs/reports/layers.md) -->"
-    return begin, f"<!-- {what}: end -->"
-
-
-MARKS = {"table": _marks("table", ""), "beside": _marks("beside", "--beside ")}
+from tools.pages import mark, put
 
 
 def _text(head: Sequence[str], rows: list[list[str]]) -> str:
     lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def with_text(page: str, what: str, text: str, ranks: int) -> str:
-    """The page with another table."""
-    begin, end = MARKS[what]
-    before, rest = page.split(begin)
-    return f"{before}{begin}\n{text}\n\n{machine(ranks)}\n{end}{rest.split(end, 1)[1]}"
 
 
 def _table(names: list[str]) -> tuple[str, bool]:
@@ -72,7 +58,7 @@ def _beside(repeats: int) -> tuple[str, bool]:
     return _text(("backend", "model", "way", "ms", "of gradmesh's", "MB"), rows), same
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure; 1 where a layer is further off than it may be, or an audit finds something, or losses differ."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.layers",
@@ -82,13 +68,12 @@ def main() -> int:
     parser.add_argument("--layer", choices=list(CASES), action="append", help="all by default")
     parser.add_argument("--beside", action="store_true", help="time and memory beside torch's own layers")
     parser.add_argument("--repeats", type=int, default=15, help="steps of each way")
-    parser.add_argument("--write", type=Path, help="the page to write the table into")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     text, right = _beside(parsed.repeats) if parsed.beside else _table(parsed.layer or list(CASES))
-    if parsed.write is not None:
-        page, what = parsed.write.read_text(), "beside" if parsed.beside else "table"
-        parsed.write.write_text(with_text(page, what, text, RANKS if parsed.beside else 4))
+    if into is not None:
+        begin = mark("docs/reports/layers.md", *(["--beside"] if parsed.beside else []))
+        put(into, begin, f"{text}\n\n{machine(RANKS if parsed.beside else 4)}")
     return int(not right)
 
 

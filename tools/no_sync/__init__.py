@@ -1,6 +1,7 @@
 """Count what gradient accumulation sends with and without `gm.no_sync`, and how far the gradients are apart.
 
-    python -m tools.no_sync [--write docs/no_sync.md]
+    python -m tools.no_sync                   # printed
+    python -m tools.report docs/no_sync.md    # into the page
 
 Layers whose parameters every rank has (`replicate`), that are sharded over the ranks (`all_gather`), or both with a
 broadcast, uneven shards and a gradient that travels in float32, go through k micro-batches on ranks that are simulated.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-import click
 
 from tools.no_sync import MICRO_BATCHES, MODELS, counted, deviation
 
@@ -25,18 +25,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
-@click.command(help="Count what accumulation sends with and without gm.no_sync.")
-@click.option(
-    "--write", type=click.Path(dir_okay=False, path_type=Path), help="The page whose table to write."
-)
-def main(write: Path | None) -> None:
-    """Print the table."""
+def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
+    """Count what accumulation sends with and without `gm.no_sync`; print it, or write it into the page."""
     text = table()
     print(text)
-    if write is not None:
-        above, _, _ = write.read_text().rpartition("\n| parameters |")
-        write.write_text(f"{above}\n{text}\n")
+    if into is not None:
+        above, _, _ = into.read_text().rpartition("\n| parameters |")
+        into.write_text(f"{above}\n{text}\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Hold the gradients of `gm.objective` against one process: masks, wrappers, accumulation, meshes.
 
-    python -m tools.objectives [--write docs/reports/loss-scaling.md]
+    python -m tools.objectives                             # printed
+    python -m tools.report docs/reports/loss-scaling.md    # into the page
 
 Each of four ranks has tokens of its own; the loss is the mean over the tokens that a mask lets count, of all ranks and
 micro-batches. `before` stands before a gather over the context-parallel ranks, `behind` behind it. A cell is the

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import torch
 
 import gradmesh as gm
@@ -37,18 +38,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
-@click.command(help="Hold the gradients of gm.objective against one process.")
-@click.option(
-    "--write", type=click.Path(dir_okay=False, path_type=Path), help="The page whose table to write."
-)
-def main(write: Path | None) -> None:
-    """Print the table."""
+def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
+    """Compare the gradients of `gm.objective` with one process; print the table, or write it into the page."""
     text = table()
     print(text)
-    if write is not None:
-        above, _, _ = write.read_text().rpartition("\ntorch ")
-        write.write_text(f"{above}\n{text}\n")
+    if into is not None:
+        above, _, _ = into.read_text().rpartition("\ntorch ")
+        into.write_text(f"{above}\n{text}\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """The rules for operators, proven, as a page; and random programs that attack what `gm.typed` makes of them.
 
-python -m tools.operators --write docs/reports/operators.md
+python -m tools.report docs/reports/operators.md
 python -m tools.operators --attack 500 --seed 1
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,16 +18,15 @@ from tools.operators.attack import attack
 from tools.operators.page import page, proofs, twins
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Run it; the status is 1 where an attack found something."""
     parser = argparse.ArgumentParser(prog="python -m tools.operators")
-    parser.add_argument("--write", type=Path, help="the page to write; else it is printed")
     parser.add_argument(
         "--attack", type=int, help="how many random programs to run, in the place of the page"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=3)
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if parsed.attack:
         started = time.perf_counter()
@@ -35,10 +35,10 @@ def main() -> int:
         print(f"{time.perf_counter() - started:.0f} s")
         return 1 if report.wrong else 0
     text = page(proofs(), twins())
-    if parsed.write is None:
+    if into is None:
         print(text, end="")
     else:
-        parsed.write.write_text(text)
+        into.write_text(text)
     return 0
 
 

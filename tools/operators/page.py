@@ -49,7 +49,7 @@ only, with three operands and more). The columns count the tests:
 * *faults*: where the rule reports a finding, the sum over ranks is in fact different.
 * *twins*: the in-place form and the form on lists (`_foreach_`) give the same bits.
 
-`python -m tools.operators --write docs/reports/operators.md` runs these tests and writes this page.
+`python -m tools.report docs/reports/operators.md` runs these tests and writes this page.
 """
 
 

@@ -3,7 +3,7 @@
 python -m tools.overlap                              # the tables
 python -m tools.overlap --backend shm --program ring  # some of them
 python -m tools.overlap --trace overlap.json          # a step of the chain, for ui.perfetto.dev
-python -m tools.overlap --write docs/reports/overlap.md       # the page, and docs/reports/overlap.png
+python -m tools.report docs/reports/overlap.md        # the page, and docs/reports/overlap.png
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import gradmesh as gm
 from tools.overlap.measure import HALVES, Figures, Pick, link_for, measured, seen, work_alone
-from tools.overlap.page import Row, figures_text, machine, with_figures
+from tools.overlap.page import Row, figures_text, machine
 from tools.overlap.ways import PROGRAMS, Chain
+from tools.pages import mark, put
 
 RANKS = 2
 SHARE = 0.8
@@ -38,7 +40,7 @@ def _lines(name: str, backend: str, figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure; 1 where a half of a step on the slow wire takes more than 1.1 times the longer of work and calls."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.overlap",
@@ -57,8 +59,7 @@ def main() -> int:
     parser.add_argument(
         "--trace", type=Path, help="write the timeline of a step of the chain, and measure nothing"
     )
-    parser.add_argument("--write", type=Path, help="the page to write the tables and the picture into")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     pick = PICKS[parsed.of]
     if parsed.trace is not None:
@@ -75,18 +76,15 @@ def main() -> int:
                 for wire in (link, None):
                     found.append((name, backend, measured(ranks.run, make, wire, parsed.repeats, pick)))
                     print(_lines(*found[-1]), flush=True)
-                if parsed.write is not None and (backend, name) == ("shm", "chain"):
+                if into is not None and (backend, name) == ("shm", "chain"):
                     title = (
                         f"A step of the chain of eight layers on a slow wire, overlapped; {machine(RANKS)}"
                     )
                     line = seen(ranks.run, make, link, "overlapped")
-                    line.save_picture(parsed.write.with_suffix(".png"), title)
-    if parsed.write is not None:
-        parsed.write.write_text(
-            with_figures(
-                parsed.write, figures_text(found, RANKS, f"the {parsed.of} of {parsed.repeats} steps")
-            )
-        )
+                    line.save_picture(into.with_suffix(".png"), title)
+    if into is not None:
+        text = figures_text(found, RANKS, f"the {parsed.of} of {parsed.repeats} steps")
+        put(into, mark("docs/reports/overlap.md"), text)
     slow = [figures for _, _, figures in found if figures.link is not None]
     return int(max(figures.ratio("overlapped", half) for figures in slow for half in HALVES) > 1.1)
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from tools.overlap.measure import HALVES, Figures
 
-__all__ = ["Row", "figures_text", "machine", "with_figures"]
-
-BEGIN = "<!-- python -m tools.overlap --write docs/reports/overlap.md -->"
-END = "<!-- end -->"
+__all__ = ["Row", "figures_text", "machine"]
 
 Row = tuple[str, str, Figures]
 """A program, a backend, and the figures."""
@@ -89,9 +85,3 @@ def _table(found: Sequence[Row]) -> str:
             name = (_NAMES[program], backend, link) if first else ("", "", "")
             lines.append((*name, half, *cells))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def with_figures(path: Path, text: str) -> str:
-    """The page with other figures."""
-    before, rest = path.read_text().split(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"

@@ -1,12 +1,13 @@
-"""python -m tools.pictures --write docs/pictures: a picture of every verb and of the types, and the page of them.
+"""python -m tools.report docs/pictures: a picture of every verb and of the types, and the page of them.
 
-Without `--write` it only says which files are not up to date.
+By itself it only lists outdated files.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradmesh.ops.registry import table
@@ -23,7 +24,7 @@ _PAGE = """# Every verb, drawn
 Three ranks; on the left what each hands in, on the right what it gets. A colour is a rank's own value, violet is a
 value that is the same on every rank, and dashes are zeros. The backward half is the verb's adjoint applied to the
 gradient `g` of what came out. Each picture is read off the op's own matrix by
-`python -m tools.pictures --write docs/pictures`.
+`python -m tools.report docs/pictures`.
 """
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
@@ -57,9 +58,10 @@ def files() -> dict[str, str]:
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Write the files, or say which are not up to date."""
-    return written(__doc__, FOLDER, lambda folder: {folder / name: text for name, text in files().items()})
+    folder = into or FOLDER
+    return written({folder / name: text for name, text in files().items()}, into is not None)
 
 
 if __name__ == "__main__":

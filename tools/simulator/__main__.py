@@ -1,7 +1,8 @@
 """The simulator put to the test, and its figures.
 
 python -m tools.simulator attack --programs 200 --seed 1
-python -m tools.simulator figures [shm] --write docs/reports/simulator.md
+python -m tools.simulator figures [shm]
+python -m tools.report docs/reports/simulator.md [shm]
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 
+from tools.simulator import figures
 from tools.simulator.attack import attack
-from tools.simulator.figures import PARTS, with_figures
 
 
 def main() -> int:
@@ -27,18 +27,8 @@ def main() -> int:
     attacked.add_argument(
         "--schedules", type=int, default=2, help="under how many schedules each is run, twice each"
     )
-    shown = commands.add_parser("figures", help="what docs/reports/simulator.md shows")
-    shown.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
-    shown.add_argument("--write", type=Path, help="the page to write them into")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
-    if parsed.command == "figures":
-        for part in parsed.part or PARTS:
-            text = PARTS[part]()
-            print(f"{text}\n")
-            if parsed.write is not None:
-                parsed.write.write_text(with_figures(parsed.write.read_text(), part, text))
-        return 0
     start = time.perf_counter()
     report = attack(parsed.programs, parsed.seed, parsed.schedules)
     print(report)
@@ -47,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(figures.main(sys.argv[2:]) if sys.argv[1:2] == ["figures"] else main())

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 import gradmesh as gm
 from gradmesh.verify import CostModel, Link, simulate
+from tools.pages import mark, put
 from tools.simulator.large import predicted, whole_step
 from tools.simulator.shm import SIZES, compare, fit
 
-__all__ = ["PARTS", "with_figures"]
-
-END = "<!-- end -->"
-
-
-def with_figures(page: str, part: str, text: str) -> str:
-    """The page with other figures for a part."""
-    begin = f"<!-- python -m tools.simulator figures {part} --write docs/reports/simulator.md -->"
-    before, rest = page.split(begin)
-    return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+__all__ = ["PARTS", "main"]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -137,3 +131,16 @@ def _watching() -> str:
 
 PARTS = {"large": _large, "whole": _whole, "shm": _shm, "lived": _lived, "watching": _watching}
 """What measures each part of the figures and puts it into words."""
+
+
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
+    """Print parts of the page, or write them into it."""
+    parser = argparse.ArgumentParser(prog="python -m tools.simulator figures")
+    parser.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
+    torch.set_num_threads(1)
+    for part in parser.parse_args(arguments).part or PARTS:
+        text = PARTS[part]()
+        print(f"{text}\n")
+        if into is not None:
+            put(into, mark("docs/reports/simulator.md", part), text)
+    return 0

@@ -111,7 +111,7 @@ def _all_reduce(x: Any, axis: str, op: str, dst: str) -> Any:
     return rules[op](stacked, 0)
 
 
-def _reduce_scatter(x: Any, axis: str, dim: int, op: str = "sum", sizes: Any = None) -> Any:  # noqa: ARG001 - even
+def _reduce_scatter(x: Any, axis: str, dim: int, op: str = "sum", sizes: Any = None) -> Any:
     total = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return total / lax.axis_size(axis) if op == "mean" else total
 
@@ -120,7 +120,7 @@ def _all_to_all(x: Any, axis: str, split_dim: int, concat_dim: int, **_: Any) ->
     return lax.all_to_all(x, axis, split_dim, concat_dim, tiled=True)
 
 
-def _shard(x: Any, axis: str, dim: int, src: str, sizes: Any = None) -> Any:  # noqa: ARG001 - even
+def _shard(x: Any, axis: str, dim: int, src: str, sizes: Any = None) -> Any:
     size = x.shape[dim] // lax.axis_size(axis)
     whole = _varying(x, axis) if src == "I" else x
     return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * size, size, dim)
