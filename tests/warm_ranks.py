@@ -10,6 +10,7 @@ rank, which forks the rank and reports its exit status, because only a parent ca
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -22,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
@@ -116,7 +118,7 @@ class Processes:
         ours, theirs = socket.socketpair()
         with theirs:
             code = f"import runpy, sys; sys.path[:] = {sys.path!r}; module = runpy.run_path({__file__!r}); "
-            code += f"exec(module['serve']({theirs.fileno()}), vars(sys.modules['__main__']))"
+            code += f"module['serve']({theirs.fileno()})"
             process = subprocess.Popen(
                 [*python, "-c", code],
                 env=self._environment,
@@ -130,8 +132,8 @@ class Processes:
         return self._server
 
 
-def serve(number: int) -> str:
-    """In the server: fork ranks until the other end is closed. Returns the code of a rank in each rank."""
+def serve(number: int) -> None:
+    """In the server: fork ranks until the other end is closed."""
     import torch
 
     import gradmesh.launch.process_ranks  # noqa: F401
@@ -158,13 +160,15 @@ def serve(number: int) -> str:
             os.close(fd)
         if os.fork() == 0:
             connection.close()
-            return _keep(high, *pickle.loads(request))
+            _keep(high, *pickle.loads(request))
         for fd in high:
             os.close(fd)
 
 
-def _keep(fds: list[int], code: str, environment: dict[str, str], targets: Sequence[int], folder: str) -> str:
-    """In a keeper: fork the rank, and report its end. Returns in the rank."""
+def _keep(
+    fds: list[int], code: str, environment: dict[str, str], targets: Sequence[int], folder: str
+) -> None:
+    """In a keeper: fork the rank, and report its end."""
     stdout, stderr, status, *passed = fds
     pid = os.fork()
     if pid != 0:
@@ -188,4 +192,22 @@ def _keep(fds: list[int], code: str, environment: dict[str, str], targets: Seque
     os.environ.update(environment)
     sys.argv = ["-c"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    return code
+    _run(code, vars(sys.modules["__main__"]))
+
+
+def _run(code: str, names: dict[str, Any]) -> None:
+    """In a rank: run its code and exit, as `multiprocessing` does without the teardown of modules, which takes long."""
+    status = 0
+    try:
+        exec(code, names)
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
