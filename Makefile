@@ -3,13 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch python lint docs site sweep bench modes attack attack-jax attack-check clean
+.PHONY: demo test quick torch python lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
 
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+
+# The laws, the transports, the imports, the public API, and a few tests of each tool: under two minutes on two cores.
+QUICK := laws transport public_api first_import errors report versions axis structure autodiff_modes agreement edges \
+	audit_inputs audit_pages gradcheck_digits checker_findings checker_baseline simulator_attack simulator_model \
+	same_as_single typed_rules balanced_sizes
+quick: .venv/ready
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(QUICK:%=tests/test_%.py)
 
 # The tests on another torch: `make torch VERSION=2.11.0`, in an environment of its own (several GB with CUDA's parts).
 torch: .venv-$(VERSION)/ready

@@ -142,7 +142,6 @@ def serve(number: int) -> None:
     # The first use of an optimizer imports what takes as long as torch.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).zero_grad()
     gc.collect()
-    gc.freeze()
     connection = socket.socket(fileno=number)
     while True:
         head, fds, _, _ = socket.recv_fds(connection, 8, 16)
