@@ -37,7 +37,8 @@ from gradmesh.transport.call_checks import CallRecord, bits_of
 
 MISSING_SUM = (
     "a parameter that is the same on every rank gets each rank's own part of its gradient",
-    "gm.replicate(parameter) where it meets what differs, or sum its gradient over the ranks before the step",
+    "use gm.replicate(parameter) where it is combined with data that differs between ranks, or sum its gradient over "
+    "the ranks before the step",
 )
 """The problem and the remedy; `gradmesh.typed` finds the same."""
 _AVERAGED = (

@@ -500,8 +500,9 @@ DIFFERENT_BRANCH = (
     "compare the lines above: a branch (often `if rank == 0`) makes the ranks issue different collectives"
 )
 RETURNED_REMEDY = (
-    "find the call that it did not make; if that is a backward call, because its loss does not use the output, put "
-    "forward and backward into `with gradmesh.ordered():` and end the block with gradmesh.backward(loss) on every rank"
+    "make this call on that rank too: a branch (often `if rank == 0`) skips it; if it is a backward call that the rank "
+    "skips because its loss does not use the output, put forward and backward into `with gradmesh.ordered():` and end "
+    "the block with gradmesh.backward(loss) on every rank"
 )
 """The remedy if a rank has returned while others wait for it."""
 

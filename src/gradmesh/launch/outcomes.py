@@ -98,7 +98,7 @@ class Failure:
         )
         return cls(
             rank=rank,
-            kind=type(error).__name__,
+            kind=next(kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_")),
             text=str(error),
             traceback=text,
             frames=frames if message_shown else "",

@@ -420,7 +420,9 @@ def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
                 expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
                 got=f"axis={name!r}",
                 remedy=_meant(op, name)
-                or f"create one with it, such as gradmesh.mesh({name}=-1), or enter it with gradmesh.use_mesh(mesh)",
+                or ("" if mesh is None else f"pass axis={names[0]!r}, for example; or " if names else "")
+                + f"create a mesh with this axis, such as gradmesh.mesh({name}=-1), or enter it with "
+                "gradmesh.use_mesh(mesh)",
             )
         )
     if name is None and mesh.ndim != 1:

@@ -333,12 +333,13 @@ class Call:
         try:
             return choices[value]
         except (KeyError, TypeError):
-            self.fail(
-                f"{name} must be {' or '.join(map(_shown, choices))}",
-                expected=f"{name} one of {', '.join(map(_shown, choices))}",
-                got=f"{name}={value!r}",
-                remedy=why or f"pass {name}={_shown(next(iter(choices)))}, for example",
-            )
+            pass  # the error is raised below, so that a KeyError is not shown as its context
+        return self.fail(
+            f"{name} must be {' or '.join(map(_shown, choices))}",
+            expected=f"{name} one of {', '.join(map(_shown, choices))}",
+            got=f"{name}={value!r}",
+            remedy=why or f"pass {name}={_shown(next(iter(choices)))}, for example",
+        )
 
     def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
         """Each rank's size along `dim`; "auto" and "balanced" exchange the operands' sizes."""
