@@ -14,6 +14,7 @@ import torch
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
+from gradmesh.testing import is_linear
 from tests import contract
 
 pytestmark = pytest.mark.processes
@@ -23,6 +24,7 @@ Processes = Callable[[int], Callable[..., list[Any]]]
 # These send thousands of small messages; four processes on two cores take a minute for each.
 CHATTY = (
     contract.has_its_transpose_as_adjoint,
+    is_linear,
     contract.matches_dense_autograd_to_third_order,
     contract.has_conjugate_wirtinger_gradients_to_third_order,
 )

@@ -186,7 +186,9 @@ def test_a_gradient_without_its_conjugate_is_seen_over_the_registry(threads: Thr
         def adjoint(self) -> Any:
             right = super().adjoint
             made = type(
-                "Back", (type(right),), {"apply": lambda self, g, *call: right.apply(g, *call).conj()}
+                "Back",
+                (type(right),),
+                {"transfer": lambda self, g, wire: right.transfer(g, wire).conj().resolve_conj()},
             )
             return made(right.axis, 0, EQUAL)
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 __all__ = ["lines", "main"]
 
-ROOTS = ("gradmesh", "gradmesh.nn", "gradmesh.verify", "gradmesh.compat")
+ROOTS = ("gradmesh", "gradmesh.nn", "gradmesh.verify", "gradmesh.testing", "gradmesh.compat")
 
 
 def lines() -> list[str]:

@@ -79,6 +79,7 @@ from gradmesh.verbs.reductions import barrier
 if TYPE_CHECKING:
     from gradmesh import compat as compat
     from gradmesh import nn as nn
+    from gradmesh import testing as testing
     from gradmesh import verify as verify
 
 __version__ = "0.1.0"
@@ -159,7 +160,7 @@ __all__ = [
     "world_size",
 ]
 
-_LOADED_WHEN_ASKED_FOR = ("compat", "nn", "verify")
+_LOADED_WHEN_ASKED_FOR = ("compat", "nn", "testing", "verify")
 
 
 def __dir__() -> list[str]:

@@ -270,8 +270,20 @@ def as_matrix(
         own = _shape(shape, here)
         found = matrix_of(_of_tensors(fn), here, own, dtype)
         if found is not None:
-            _refuse_nonlinear(found, fn, here, own, dtype)
-            return found
+            wrong = nonlinearity(found, fn, here, own, dtype)
+            if wrong is None:
+                return found
+            raise ArgumentError(
+                message(
+                    "the function is not linear",
+                    op="verify.as_matrix",
+                    axis=str(here),
+                    expected="fn(0) == 0, and fn(x) == matrix @ x at any operand x",
+                    got=wrong,
+                    remedy="pass a linear function; for any other pass its derivative, e.g. "
+                    "lambda v: torch.func.jvp(fn, (x,), (v,))[1]",
+                )
+            )
         raise ArgumentError(
             message(
                 "the operands of all ranks are empty",
@@ -314,8 +326,10 @@ def _of_tensors(fn: Map) -> Map:
     return detached
 
 
-def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raise if the matrix computed at unit vectors does not describe the function at other operands."""
+def nonlinearity(
+    found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], dtype: torch.dtype = torch.float64
+) -> str | None:
+    """How far the matrix computed at unit vectors is from the function at other operands, as text; None if it fits."""
     origin = fn(torch.zeros(tuple(shape), dtype=dtype)).detach()
     x = 8 * sample(Type.V, shape, dtype, axis)  # far from the unit vectors
     y = fn(x.clone()).detach()
@@ -332,17 +346,8 @@ def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], 
     for where, error in off.items():
         size = float("inf") if error is None else float(error.abs().max()) if error.numel() else 0.0
         if not size <= allowed * scale:
-            raise ArgumentError(
-                message(
-                    "the function is not linear",
-                    op="verify.as_matrix",
-                    axis=str(axis),
-                    expected="fn(0) == 0, and fn(x) == matrix @ x at any operand x",
-                    got=f"an error of {size:.3g} {where}",
-                    remedy="pass a linear function; for any other pass its derivative, e.g. "
-                    "lambda v: torch.func.jvp(fn, (x,), (v,))[1]",
-                )
-            )
+            return f"an error of {size:.3g} {where}"
+    return None
 
 
 def _detached(fn: Map) -> Map:
