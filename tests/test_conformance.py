@@ -1,4 +1,4 @@
-"""`gradmesh.testing` passes right ops and transports and names the law that a wrong one breaks; ops import torch alone."""
+"""`gradmesh.testing` passes right ops and transports, and names the law that a wrong one breaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.transport import PlainAxis
 from gradmesh.testing import LawError, check_op, check_transport
 from gradmesh.transport import TRANSPORTS, Transport
-from gradmesh.transport.groups import OwnGroupTransport
+from gradmesh.transport.process_group import OwnGroupTransport
 from tests.test_own_ops import Mirror
 from tests.test_transport import Letters
 

@@ -248,7 +248,7 @@ def has_its_adjoint_as_backward(op: LinearOp, shape: Sequence[int]) -> str | Non
 @_law("forward mode: the derivative is the op itself", "make transfer() linear and free of state")
 def has_itself_as_forward_derivative(op: LinearOp, shape: Sequence[int]) -> str | None:
     x, t = (laws.sample(op.src, shape, torch.float64, op.axis, seed=seed) for seed in (1, 2))
-    value, tangent = torch.func.jvp(lambda x: apply(op, x), (x,), (t,))
+    value, tangent, *_ = torch.func.jvp(lambda x: apply(op, x), (x,), (t,))
     with forward_ad.dual_level():
         out = forward_ad.unpack_dual(apply(op, forward_ad.make_dual(x, t)))
         if out.tangent is None:
@@ -511,7 +511,8 @@ def check_transport(
 
 def _primitive(name: str, cases: Any, new: NewTransport | None) -> tuple[str | None, list[Tensor]]:
     """Run the cases of a primitive on this rank; what is wrong, as text, and the results."""
-    axis, results, make = find_axis(), [], new or transport
+    results: list[Tensor] = []
+    axis, make = find_axis(), new or transport
     if name == "fetch" and (axis.size == 1 or type(make(axis)).post is Transport.post):
         return None, []
     for dtype in _DTYPES:
