@@ -37,7 +37,6 @@ __all__ = ["LAWS", "LawError", "check_op", "check_transport"]
 Examples = Callable[[Axis], Iterable[tuple[LinearOp, Sequence[int]]]]
 Law = Callable[[LinearOp, Sequence[int]], None]
 Meaning = Callable[[Sequence[LinearOp], Sequence[Tensor]], Sequence[Tensor]]
-
 ROUNDING = {
     torch.float64: 1e-14,
     torch.complex128: 1e-14,
@@ -272,7 +271,7 @@ def is_a_loop_under_vmap(op: LinearOp, shape: Sequence[int]) -> str | None:
     def off(got: Tensor, expected: Tensor, what: str) -> str | None:
         # Where an element stands may decide in which order a backend adds its terms.
         near = got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-14, atol=1e-14)
-        return None if near else f"{what}: {got.tolist()} instead of {expected.tolist()}"
+        return None if near else _unequal(got, expected, what)
 
     for at in range(len(shape) + 1):
         x = torch.stack([laws.sample(op.src, shape, torch.float64, op.axis, seed=s) for s in range(3)], at)
@@ -387,14 +386,9 @@ def check_op(
             (names, *_) = _run(ranks, "examples", "the op", functools.partial(_names, examples))
             for law in LAWS:
                 _run(ranks, law.law, names, functools.partial(_hold, law, examples))  # type: ignore[attr-defined]
-            calls = _run(ranks, _MEANING, names, functools.partial(_made, examples))
+            calls = _run(ranks, _MEANING, names, lambda: [_Call(*call) for call in examples(find_axis())])
         for call in zip(*calls, strict=True):
             _compare_meaning(call, expected)
-
-
-def _names(examples: Examples) -> str:
-    """The classes of the ops."""
-    return ", ".join(sorted({type(op).__name__ for op, _ in examples(find_axis())}))
 
 
 def _hold(law: Law, examples: Examples) -> None:
@@ -402,8 +396,9 @@ def _hold(law: Law, examples: Examples) -> None:
         law(op, shape)
 
 
-def _made(examples: Examples) -> list[_Call]:
-    return [_Call(op, shape) for op, shape in examples(find_axis())]
+def _names(examples: Examples) -> str:
+    """The classes of the ops."""
+    return ", ".join(sorted({type(op).__name__ for op, _ in examples(find_axis())}))
 
 
 def _run(ranks: Ranks, law: str, subject: str, on_each_rank: Callable[[], Any]) -> list[Any]:
@@ -600,18 +595,16 @@ def _operands(axis: Axis, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Ten
         yield "a conjugated operand", every[axis.rank].conj().clone().conj(), every
 
 
-def _reduced(*, root: bool = False) -> Callable[[Axis, torch.dtype], Iterator[Case]]:
-    def cases(axis: Axis, dtype: torch.dtype) -> Iterator[Case]:
-        for at in range(axis.size if root else 1):
-            for passed, x, every in _operands(axis, dtype) if dtype is not torch.bool else ():
-                total = every.sum(0, dtype=dtype)
-                if root:
-                    wanted = total if axis.rank == at else torch.zeros_like(total)
-                    yield f"root {at} and {passed}", (x, at), wanted
-                else:
-                    yield passed, (x,), total
+def _sums(axis: Axis, dtype: torch.dtype) -> Iterator[Case]:
+    for passed, x, every in _operands(axis, dtype) if dtype is not torch.bool else ():
+        yield passed, (x,), every.sum(0, dtype=dtype)
 
-    return cases
+
+def _sums_at(axis: Axis, dtype: torch.dtype) -> Iterator[Case]:
+    for root in range(axis.size):
+        for passed, (x,), total in _sums(axis, dtype):
+            assert total is not None
+            yield f"root {root} and {passed}", (x, root), total if axis.rank == root else 0 * total
 
 
 def _largest(axis: Axis, dtype: torch.dtype) -> Iterator[Case]:
@@ -642,8 +635,8 @@ _PRIMITIVES: dict[str, tuple[str, Callable[[Axis, torch.dtype], Iterator[Case]]]
     "exchange": ("a part from each rank, in rank order", _parts),
     "gather": ("every rank's buffer, in rank order, with the same bits on every rank", _buffers),
     "sum_and_scatter": ("this rank's part of the sum", _terms),
-    "sum": ("the sum, with the same bits on every rank", _reduced()),
-    "sum_at": ("the sum at the root, zeros elsewhere", _reduced(root=True)),
+    "sum": ("the sum, with the same bits on every rank", _sums),
+    "sum_at": ("the sum at the root, zeros elsewhere", _sums_at),
     "fold": ("the reduction, with the same bits on every rank", _largest),
     "copy_from": ("the root's tensor, with the same bits on every rank", _copied),
     "relay": ("the tensor of the source; None without a source", _relayed),

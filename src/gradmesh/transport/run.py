@@ -107,9 +107,7 @@ def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Te
             back = recorded is not None and recorded.role == BACKWARD
             with middleware.collective(op.verb, wire.axis, x, op.comm_dtype, backward=back):
                 return sent(op, x, wire)
-        if op.comm_dtype is None or op.comm_dtype is x.dtype:
-            return op.transfer(x, wire)
-        return op.in_comm_dtype(x, wire)
+        return sent(op, x, wire)
     except Exception as error:
         rank_state().started.abandon()
         wire.withdraw(error)
@@ -143,7 +141,7 @@ def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | N
         return None
     src: Type | None = getattr(op, "src", None)
     compared = op.sends or (level == FULL and src in (R, I))
-    if not compared and not (recorded is not None and recorded.flags & NEEDS_BACKWARD and op.sends_back):
+    if not compared and (recorded is None or not recorded.flags & NEEDS_BACKWARD or not op.sends_back):
         return None
     memo, key = op.memo, (x.shape, x.dtype)
     said: Signature | None = memo.get(key)
