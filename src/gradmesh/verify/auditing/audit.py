@@ -20,6 +20,7 @@ from gradmesh.errors import ArgumentError, GradmeshError, RankError, message
 from gradmesh.launch import launch
 from gradmesh.verify.auditing.adjoint import KINDS_OF, adjoint, parts, second_order
 from gradmesh.verify.auditing.conditions import (
+    STRIDE_KINDS,
     complex_operands,
     forward_mode,
     global_convention,
@@ -32,11 +33,11 @@ from gradmesh.verify.auditing.conditions import (
 )
 from gradmesh.verify.auditing.findings import KINDS, Audit, Finding, shown, sorted_findings
 from gradmesh.verify.auditing.opening import accepts, open_case
-from gradmesh.verify.auditing.probes import Case, FunctionRaisedError, Pool, RanksLostError, accepted
+from gradmesh.verify.auditing.probes import Case, Pool, ProbeError, RanksLostError, accepted
 from gradmesh.verify.auditing.subject import line_of
 
 CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] = (
-    (("strided-operand", "strided-gradient"), strides),
+    (STRIDE_KINDS, strides),
     (("saved-buffer-overwritten",), saved_buffers),
     (KINDS_OF, second_order),
     (("forward-mode-wrong", "forward-mode-missing"), forward_mode),
@@ -198,7 +199,7 @@ def _isolated(
         if lost.kind != "aborts":
             raise
     name = getattr(build, "__qualname__", type(build).__qualname__)
-    finding = Finding(lost.kind, lost.text, (), line_of(build))
+    finding = Finding(lost.kind, str(lost), (), line_of(build))
     return Audit(name, world_size, "threads", findings=(finding,), seconds=time.monotonic() - start)
 
 
@@ -217,27 +218,22 @@ _FOUND_DESPITE_UNWRITTEN = {
 
 
 def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
+    when = "first call"
     try:
         narrow = accepts(case, [value.dtype for value in case.pool.begin()[0].values])
-    except (FunctionRaisedError, RanksLostError) as error:
-        kind = error.kind if isinstance(error, RanksLostError) else "hangs"
-        yield case.failure(kind, error, "in the first call")
-        return
-    unwritten: list[Finding] = []
-    with contextlib.suppress(
-        FunctionRaisedError, RanksLostError
-    ):  # the first-order check raises and reports it again
-        unwritten = list(uninitialised(case))
+        unwritten: list[Finding] = []
+        # The first-order check raises and reports it again.
+        with contextlib.suppress(ProbeError):
+            unwritten = list(uninitialised(case))
         if any(finding.kind == "gradient-uninitialised" for finding in unwritten):
             yield from unwritten
             yield from forward_mode(case)
             case.left_out |= {kind: _UNWRITTEN for kind in KINDS if kind not in _FOUND_DESPITE_UNWRITTEN}
             return
-    try:
+        when = "first calls"
         yield from open_case(case, narrow)
-    except (FunctionRaisedError, RanksLostError) as error:
-        kind = error.kind if isinstance(error, RanksLostError) else "hangs"
-        yield case.failure(kind, error, "in the first calls")
+    except ProbeError as error:
+        yield case.failure("aborts" if error.kind == "aborts" else "hangs", error, f"in the {when}")
         return
     if case.unchecked:
         yield from unwritten
@@ -245,13 +241,13 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
         case.left_out |= {kind: case.unchecked for kind in KINDS if kind not in checked}
         return
     yield from adjoint(case)
-    if not case.answers:
+    if not case.pairings:
         return
     for kinds, check in CHECKS:
         if not wanted.isdisjoint(kinds):
             try:
                 yield from check(case)
-            except (FunctionRaisedError, RanksLostError) as error:
+            except ProbeError as error:
                 yield case.failure(kinds[0], error, "during this check")
             except (ArgumentError, RankError) as error:
                 case.left_out[kinds[0]] = f"build failed: {str(error).splitlines()[0]}"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import fill_fresh_memory
-from gradmesh.autograd.ordered import ordered
 from gradmesh.errors import ArgumentError, RankError
-from gradmesh.verify.auditing.adjoint import notes
+from gradmesh.verify.auditing.adjoint import ask_all, holding_readings, notes
 from gradmesh.verify.auditing.findings import Finding
 from gradmesh.verify.auditing.probes import (
     LAYOUTS,
@@ -25,51 +24,44 @@ from gradmesh.verify.auditing.probes import (
     Point,
     Pool,
     Probe,
-    RanksLostError,
+    ProbeError,
     cotangents,
     filled,
     first_order,
     in_layout,
     leaves_of,
     mapped,
-    patterns_of,
-    show_failures,
-    worst_failure,
 )
-from gradmesh.verify.auditing.readings import Answer, distance, law_error
+from gradmesh.verify.auditing.readings import Pairings, distance, largest_distance, ranks_apart
 from gradmesh.verify.auditing.subject import (
-    IN_BACKWARD,
     Subject,
     current_subject,
-    differentiable_call,
+    dense,
     nodes,
     python_function,
     restore,
+    same_values,
     set_switch,
     switches,
 )
 from gradmesh.verify.gradients.calls import is_raw
+from gradmesh.verify.laws import as_real
 
 _BATCH = 3
 
 
-@dataclass
-class _Compared(Answer):
+@dataclass(frozen=True)
+class _Compared:
     """Results and the expected results."""
 
-    got: list[Tensor | None] = field(default_factory=list)
-    wanted: list[Tensor] = field(default_factory=list)
+    got: Sequence[Tensor | None] = ()
+    wanted: Sequence[Tensor] = ()
 
     @property
     def off(self) -> float:
         """The largest difference."""
         return max(
-            (
-                float(bool(w.abs().max() > 0)) if g is None else distance(g, w)
-                for g, w in self.pairs
-                if w.numel()
-            ),
-            default=0.0,
+            (float(w.any()) if g is None else distance(g, w) for g, w in self.pairs if w.numel()), default=0.0
         )
 
     @property
@@ -78,17 +70,17 @@ class _Compared(Answer):
         return list(zip(self.got, self.wanted, strict=True))
 
 
-def _wrong(case: Case, ranks: Sequence[Answer]) -> dict[int, _Compared]:
+def _wrong(case: Case, ranks: Sequence[_Compared]) -> dict[int, _Compared]:
     tolerance = max(case.tolerance, 1e-9)
-    return {r: a for r, a in enumerate(ranks) if isinstance(a, _Compared) and a.off > tolerance}
+    return {rank: answer for rank, answer in enumerate(ranks) if answer.off > tolerance}
 
 
 def forward_mode(case: Case) -> Iterator[Finding]:
     """The tangent of a linear map is the map applied to the tangent."""
     try:
-        ranks = case.answered(_tangent, [case.probe(51)])[0]
+        ranks = case.pool.answered(_tangent, [case.probe(51)])[0]
     except FunctionRaisedError as error:
-        first = worst_failure(error.failures)
+        first = error.first
         if first.kind == "TorchVersionError" or (first.order and not first.waited):
             case.left_out["forward-mode-missing"] = f"forward mode is not supported here: {error}"
             return
@@ -103,18 +95,16 @@ def forward_mode(case: Case) -> Iterator[Finding]:
         yield Finding("forward-mode-wrong", text, tuple(wrong), case.forward_line)
 
 
-def _tangent(subject: Subject, probe: Probe) -> Answer:
+def _tangent(subject: Subject, probe: Probe) -> _Compared:
     """The tangents of the results along drawn directions."""
     directions, wanted = mapped(subject, probe)
-    found = _Compared(wanted=wanted)
     with forward_ad.dual_level():
         duals = [
             forward_ad.make_dual(x, t) for x, t in zip(leaves_of(subject, probe), directions, strict=True)
         ]
         results = subject.call([d.clone() for d in duals])
-        moved: list[Any] = [forward_ad.unpack_dual(y).tangent for y in results]
-        found.got = [None if t is None else t.detach().clone() for t in moved]
-    return found
+        tangents: list[Tensor | None] = [forward_ad.unpack_dual(y).tangent for y in results]
+        return _Compared([None if t is None else t.detach().clone() for t in tangents], wanted)
 
 
 def vmap(case: Case) -> Iterator[Finding]:
@@ -124,9 +114,9 @@ def vmap(case: Case) -> Iterator[Finding]:
         return
     for dim in (0, -1):
         try:
-            ranks = case.answered(_batched, [case.probe(61)], dim)[0]
-        except (FunctionRaisedError, RanksLostError) as error:
-            if isinstance(error, RanksLostError) or any(t.waited for t in error.failures.values()):
+            ranks = case.pool.answered(_batched, [case.probe(61)], dim)[0]
+        except ProbeError as error:
+            if error.waited:
                 yield case.failure("vmap-wrong", error, "under torch.func.vmap")
             else:
                 case.left_out["vmap-wrong"] = f"it raises: {error}"
@@ -142,7 +132,7 @@ def vmap(case: Case) -> Iterator[Finding]:
             return
 
 
-def _batched(subject: Subject, probe: Probe, dim: int) -> Answer:
+def _batched(subject: Subject, probe: Probe, dim: int) -> _Compared:
     """Run a batch of operands under vmap and in a loop."""
     directions, _ = mapped(subject, probe)
     base = leaves_of(subject, probe)
@@ -151,9 +141,7 @@ def _batched(subject: Subject, probe: Probe, dim: int) -> Answer:
         wanted = [filled(subject.call([x.clone() for x in one])) for one in batches]
         stacked = [torch.stack(column, dim) for column in zip(*batches, strict=True)]
         got = torch.func.vmap(lambda *x: tuple(subject.call(x)), in_dims=dim)(*stacked)
-    return _Compared(
-        got=[g.clone() for g in got], wanted=[torch.stack(column) for column in zip(*wanted, strict=True)]
-    )
+    return _Compared([g.clone() for g in got], [torch.stack(column) for column in zip(*wanted, strict=True)])
 
 
 def complex_operands(case: Case) -> Iterator[Finding]:
@@ -163,64 +151,49 @@ def complex_operands(case: Case) -> Iterator[Finding]:
     if any(value.is_complex() for value in case.pool.begin()[0].values) and not case.arrows:
         return
     try:
-        parts = case.answered(_complex_parts, [case.probe(71, complex=True)])[0]
-        patterns = list(patterns_of(case.arrows))
-        probes = [case.probe(72 + n, pattern, complex=True) for pattern in patterns for n in range(2)]
-        answers = case.first_order(probes)
+        parts = case.pool.answered(_complex_parts, [case.probe(71, complex=True)])[0]
+        pairings = ask_all(case, case.arrows, seed=72, count=2, complex=True)
     except FunctionRaisedError as error:
-        if any(failure.waited for failure in error.failures.values()):
+        if error.waited:
             yield case.failure("complex-wrong", error, "with complex operands")
         else:
             case.left_out["complex-wrong"] = f"it raises: {error}"
         return
     wrong = _wrong(case, parts)
     if wrong:
-        real = all(g is None or not g.is_complex() for a in wrong.values() for g, _ in a.pairs)
-        conjugated = all(
-            g is not None and distance(g.conj(), w) <= 1e-9 for a in wrong.values() for g, w in a.pairs
-        )
-        how = (
-            "loses the imaginary part"
-            if real
-            else "is the conjugate of the correct one"
-            if conjugated
-            else "differs from that of the real and imaginary parts"
-        )
+        pairs = [pair for answer in wrong.values() for pair in answer.pairs]
+        how = "differs from that of the real and imaginary parts"
+        if all(g is None or not g.is_complex() for g, _ in pairs):
+            how = "loses the imaginary part"
+        elif all(g is not None and distance(g.conj(), w) <= 1e-9 for g, w in pairs):
+            how = "is the conjugate of the correct one"
         yield Finding("complex-wrong", f"the result {how}", tuple(wrong), case.forward_line)
         return
-    by_pattern = {p: answers[2 * i : 2 * i + 2] for i, p in enumerate(patterns)}
-    if not case.arrows or any(
-        law_error(a, by_pattern, case.tolerance) <= case.tolerance for a in case.arrows
-    ):
+    if not case.arrows or holding_readings(case, case.arrows, pairings):
         return
-    for rows in answers:
-        for answer in rows:
-            answer.gradients = [g.conj().resolve_conj() for g in answer.gradients]
-    conjugated = any(law_error(a, by_pattern, case.tolerance) <= case.tolerance for a in case.arrows)
-    real = all(
-        not g.imag.any() for rows in answers for answer in rows for g in answer.gradients if g.is_complex()
-    )
-    how = (
-        "is the conjugate of the correct one"
-        if conjugated
-        else "loses the imaginary part"
-        if real
-        else "is wrong"
-    )
+    answers = [answer for each in pairings.values() for ranks in each.probes for answer in ranks]
+    real = not any(g.is_complex() and g.imag.any() for answer in answers for g in answer.gradients)
+    for answer in answers:
+        answer.gradients = [g.conj().resolve_conj() for g in answer.gradients]
+    conjugated = {pattern: Pairings(each.probes, case.tolerance) for pattern, each in pairings.items()}
+    how = "loses the imaginary part" if real else "is wrong"
+    if holding_readings(case, case.arrows, conjugated):
+        how = "is the conjugate of the correct one"
     yield Finding("complex-wrong", f"the gradient of a complex operand {how}", (), case.line)
 
 
-def _complex_parts(subject: Subject, probe: Probe) -> Answer:
+def _complex_parts(subject: Subject, probe: Probe) -> _Compared:
     """Run complex operands, and their real and imaginary parts separately."""
     x, got = mapped(subject, probe)
     if any(subject.inputs[i].is_complex() for i in subject.operands):
         return _Compared()  # written for complex operands: a conjugate may be intended
-    with torch.no_grad(), differentiable_call(subject):
-        real = filled(subject.call([v.real.clone() for v in x]))
-        imaginary = filled(subject.call([v.imag.clone() for v in x]))
-    return _Compared(
-        got=list(got), wanted=[torch.complex(a, b) for a, b in zip(real, imaginary, strict=True)]
-    )
+
+    def results(part: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad(), subject.differentiated(part) as graph:
+            return filled(graph.results)
+
+    real, imaginary = results([v.real.clone() for v in x]), results([v.imag.clone() for v in x])
+    return _Compared(got, [torch.complex(a, b) for a, b in zip(real, imaginary, strict=True)])
 
 
 _STEP = 1e-4
@@ -238,21 +211,18 @@ def uninitialised(case: Case) -> Iterator[Finding]:
         ranks = case.first_order([probe])[0]
     case.line = next((answer.lines[0] for answer in ranks if answer.lines), case.line)
     yield from notes(case, [ranks])
-    for name in ("results", "gradients"):
-        lost: dict[int, int] = {}
-        for rank, (answer, before) in enumerate(zip(ranks, plain, strict=True)):
-            count = sum(map(_nans, getattr(answer, name))) - sum(map(_nans, getattr(before, name)))
-            if count > 0:
-                lost[rank] = count
+    for what in ("result", "gradient"):
+        found, before = ([getattr(answer, f"{what}s") for answer in each] for each in (ranks, plain))
+        lost = {rank: _nans(a) - _nans(b) for rank, (a, b) in enumerate(zip(found, before, strict=True))}
+        lost = {rank: count for rank, count in lost.items() if count > 0}
         if lost:
-            whole = sum(x.numel() for answer in ranks for x in getattr(answer, name))
-            what = "result" if name == "results" else "gradient"
-            text = f"{sum(lost.values())} of {whole} elements of the {what} are uninitialized memory"
+            size = sum(x.numel() for tensors in found for x in tensors)
+            text = f"{sum(lost.values())} of {size} elements of the {what} are uninitialized memory"
             yield Finding("gradient-uninitialised", text, tuple(lost), case.line)
 
 
-def _nans(x: Tensor) -> int:
-    return int(torch.isnan(torch.view_as_real(x) if x.is_complex() else x).sum())
+def _nans(tensors: Sequence[Tensor]) -> int:
+    return sum(int(as_real(x).isnan().sum()) for x in tensors)
 
 
 @contextlib.contextmanager
@@ -269,63 +239,39 @@ def _filled_with_nan(case: Case) -> Iterator[None]:
             case.pool.ask(fill_fresh_memory, before)
 
 
-@dataclass
-class _Repeated(Answer):
-    """The difference between a first and a second backward, and whether the first one's gradient changed."""
-
-    off: float = 0.0
-    changed: bool = False
-
-
 def saved_buffers(case: Case) -> Iterator[Finding]:
     """Run backward twice through one graph."""
-    ranks = case.answered(_repeated, [case.probe(31)])[0]
-    answers = [answer for answer in ranks if isinstance(answer, _Repeated)]
-    off = tuple(rank for rank, answer in enumerate(answers) if answer.off > case.tolerance)
+    answers = case.pool.answered(_repeated, [case.probe(31)])[0]
+    off = tuple(rank for rank, (error, _) in enumerate(answers) if error > case.tolerance)
     if off:
         text = "a second backward with retain_graph=True gives a different gradient"
         yield Finding("saved-buffer-overwritten", text, off, case.line)
-    changed = tuple(rank for rank, answer in enumerate(answers) if answer.changed)
-    if changed:
+    written = tuple(rank for rank, (_, changed) in enumerate(answers) if changed)
+    if written:
         text = "a second backward writes into the gradient that the first one returned"
-        yield Finding("saved-buffer-overwritten", text, changed, case.line)
+        yield Finding("saved-buffer-overwritten", text, written, case.line)
 
 
-def _repeated(subject: Subject, probe: Probe) -> Answer:
-    """Run backward twice with the same gradients."""
-    found = _Repeated()
-    leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-    with differentiable_call(subject) as backward:
-        results = subject.call([leaf.clone() for leaf in leaves])
-        first = backward(results, leaves, cotangents(subject, probe, results), retain_graph=True)
+def _repeated(subject: Subject, probe: Probe) -> tuple[float, bool]:
+    """The difference between two backward passes, and whether the second one changed the first one's gradient."""
+    with subject.differentiated(leaves_of(subject, probe)) as graph:
+        first = graph.backward(cotangents(subject, probe, graph.results), retain_graph=True)
         kept = [None if g is None else g.clone() for g in first]
-        second = backward(results, leaves, cotangents(subject, probe, results), retain_graph=True)
-    for before, now, after in zip(kept, first, second, strict=True):
-        if before is None or after is None or now is None:
-            found.off = max(found.off, 0.0 if before is after else float("inf"))
-            continue
-        found.off = max(found.off, distance(before, after))
-        found.changed |= not torch.equal(torch.nan_to_num(before), torch.nan_to_num(now))
-    return found
+        second = graph.backward(cotangents(subject, probe, graph.results), retain_graph=True)
+    changed = any(
+        before is not None and now is not None and not same_values(before, now)
+        for before, now in zip(kept, first, strict=True)
+    )
+    return _off(kept, second), changed
 
 
-@dataclass
-class _Difference(Answer):
-    """The difference of results and gradients from those of contiguous tensors with the same values."""
-
-    tried: bool = False
-    off: float = 0.0
-    off_back: float = 0.0
+def _off(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> float:
+    """The largest distance of gradients; infinite if only one of two is None."""
+    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a is not None or b is not None]
+    return max((math.inf if a is None or b is None else distance(a, b) for a, b in pairs), default=0.0)
 
 
-KINDS_OF = ("strided-operand", "strided-gradient")
-
-
-@dataclass
-class _Calls(Answer):
-    """Whether a rank's function calls torch.distributed with tensors."""
-
-    raw: bool = False
+STRIDE_KINDS = ("strided-operand", "strided-gradient")
 
 
 def strides(case: Case) -> Iterator[Finding]:
@@ -333,12 +279,12 @@ def strides(case: Case) -> Iterator[Finding]:
 
     Thread ranks respect strides. Gloo treats memory as contiguous, or crashes the process.
     """
-    found = [*_strided(case, KINDS_OF, "")]
+    found = list(_strided(case, STRIDE_KINDS, ""))
     yield from found
-    left = tuple(kind for kind in KINDS_OF if all(one.kind != kind for one in found))
+    left = [kind for kind in STRIDE_KINDS if all(one.kind != kind for one in found)]
     if not (left and case.gloo and case.pool.backend == "threads" and _calls_torch(case)):
         return
-    with case.pool.on("gloo") as pool:
+    with case.pool.like_this(backend="gloo") as pool:
         try:
             pool.begin()
         except (ArgumentError, RankError) as error:
@@ -351,88 +297,77 @@ def strides(case: Case) -> Iterator[Finding]:
 def _calls_torch(case: Case) -> bool:
     """Whether forward or backward calls torch.distributed on any rank."""
     try:
-        answers = case.answered(_look, [case.probe(21)])[0]
-    except (FunctionRaisedError, RanksLostError):
+        return any(case.pool.answered(_looks_for_raw_calls, [case.probe(21)])[0])
+    except ProbeError:
         return False
-    return any(isinstance(answer, _Calls) and answer.raw for answer in answers)
 
 
-def _look(subject: Subject, probe: Probe) -> Answer:
-    """Run forward and backward, and detect calls of torch.distributed."""
-    found = _Calls()
+def _looks_for_raw_calls(subject: Subject, probe: Probe) -> bool:
+    """Run forward and backward, and return whether they call torch.distributed with tensors."""
+    found = False
 
     def called(frame: FrameType, event: str, _: object) -> None:
-        found.raw |= event == "call" and is_raw(frame.f_code)
+        nonlocal found
+        found |= event == "call" and is_raw(frame.f_code)
 
-    leaves, before = [x.requires_grad_() for x in leaves_of(subject, probe)], sys.getprofile()
-    with differentiable_call(subject) as backward:
-        sys.setprofile(called)
-        try:
-            results = subject.call([leaf.clone() for leaf in leaves])
-            backward(results, leaves, cotangents(subject, probe, results))
-        finally:
-            sys.setprofile(before)
+    leaves, before = leaves_of(subject, probe), sys.getprofile()
+    sys.setprofile(called)
+    try:
+        with subject.differentiated(leaves) as graph:
+            graph.backward(cotangents(subject, probe, graph.results))
+    finally:
+        sys.setprofile(before)
     return found
 
 
 def _strided(case: Case, kinds: Sequence[str], where: str) -> Iterator[Finding]:
     for kind in kinds:
         of_gradient = kind == "strided-gradient"
+        what = "incoming gradient" if of_gradient else "operand"
         wrong: dict[str, tuple[int, ...]] = {}
-        raised: dict[str, FunctionRaisedError | RanksLostError] = {}
+        raised: dict[str, ProbeError] = {}
         for layout in LAYOUTS:
             try:
-                ranks = case.answered(_beside, [case.probe(21)], layout, of_gradient)[0]
-            except (FunctionRaisedError, RanksLostError) as error:
+                off = case.pool.answered(_beside, [case.probe(21)], layout, of_gradient)[0]
+            except ProbeError as error:
                 raised[layout] = error
-                if isinstance(error, RanksLostError) or any(t.waited for t in error.failures.values()):
+                if error.waited:
                     break  # each further layout would run into the timeout too
                 continue
-            found = [a for a in ranks if isinstance(a, _Difference) and a.tried]
-            off = tuple(
-                r
-                for r, a in enumerate(ranks)
-                if isinstance(a, _Difference) and max(a.off, a.off_back) > case.tolerance
-            )
-            if found and off:
-                wrong[layout] = off
+            ranks = tuple(rank for rank, error in enumerate(off) if error > case.tolerance)
+            if ranks:
+                wrong[layout] = ranks
         if wrong:
             layouts = "; ".join(LAYOUTS[layout] for layout in wrong)
-            what = "incoming gradient" if of_gradient else "operand"
             text = f"{where}silently wrong if the {what} is {layouts}"
             yield Finding(kind, text, next(iter(wrong.values())), case.line)
         if raised:
             layout, first = next(iter(raised.items()))
-            what = "incoming gradient" if of_gradient else "operand"
             yield case.failure(kind, first, f"{where}if the {what} is {LAYOUTS[layout]}")
 
 
-def _beside(subject: Subject, probe: Probe, layout: str, of_gradient: bool) -> Answer:
-    """Run with contiguous tensors, then with the same values in a layout."""
-    found = _Difference()
+def _beside(subject: Subject, probe: Probe, layout: str, of_gradient: bool) -> float:
+    """The difference of results and gradients between contiguous tensors and the same values in a layout.
+
+    The values are those of the layout, e.g. equal rows if expanded. 0 if no tensor can have the layout.
+    """
     runs = []
     for strided in (False, True):
+
+        def laid_out(x: Tensor) -> Tensor:
+            laid = in_layout(x, layout)
+            if laid is None:
+                return x.clone()
+            return laid if strided else laid.contiguous().clone()  # noqa: B023 - called in this round
+
         leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-        with differentiable_call(subject) as backward:
-            given: list[Tensor] = []
-            for leaf in leaves:
-                laid = None if of_gradient else in_layout(leaf, layout)
-                found.tried |= laid is not None
-                given.append(leaf.clone() if laid is None else laid if strided else laid.contiguous().clone())
-            results = subject.call(given)
-            handed: list[Tensor] = []
-            for y in cotangents(subject, probe, results):
-                laid = in_layout(y, layout) if of_gradient else None
-                found.tried |= laid is not None
-                handed.append(y if laid is None else laid if strided else laid.contiguous().clone())
-            out = filled(results)
-            runs.append((out, backward(results, leaves, handed)))
+        given = None if of_gradient else [laid_out(x) for x in leaves]
+        with subject.differentiated(leaves, given) as graph:
+            handed = cotangents(subject, probe, graph.results)
+            out = filled(graph.results)
+            runs.append((out, graph.backward([laid_out(y) for y in handed] if of_gradient else handed)))
     (plain, grads), (other, other_grads) = runs
-    found.off = max((distance(a, b) for a, b in zip(plain, other, strict=True)), default=0.0)
-    for a, b in zip(grads, other_grads, strict=True):
-        if a is not None or b is not None:
-            found.off_back = max(found.off_back, float("inf") if a is None or b is None else distance(a, b))
-    return found
+    return max(largest_distance(plain, other), _off(grads, other_grads))
 
 
 def global_convention(case: Case) -> Iterator[Finding]:
@@ -444,77 +379,58 @@ def global_convention(case: Case) -> Iterator[Finding]:
         if not places:
             return
         plain = _gradients(case, None, switched=False)
-    except (
-        FunctionRaisedError,
-        RanksLostError,
-    ) as error:  # forward and backward run in separate calls here, which DDP does not support
-        why = error.text if isinstance(error, RanksLostError) else str(error)
-        case.left_out["global-convention"] = f"backward in a separate call fails: {why}"
+    except ProbeError as error:
+        # Forward and backward run in separate calls here, which DDP does not support.
+        case.left_out["global-convention"] = f"backward in a separate call fails: {error}"
         return
     for place in places:
         try:
             changed = _gradients(case, place, switched=True)
-        except (
-            FunctionRaisedError,
-            RanksLostError,
-        ):  # a switch that makes backward raise does not change the gradient
+        except ProbeError:  # a switch that makes backward raise does not change the gradient
             case.pool.ask(look_for_switches)  # again, because the ranks may have been replaced
             continue
         finally:
             restore()  # thread ranks that are gone may have left a switch changed in this process
-        off = [
-            rank
-            for rank, (a, b) in enumerate(zip(plain, changed, strict=True))
-            if any(distance(x, y) > case.tolerance for x, y in zip(a, b, strict=True))
-        ]
+        off = ranks_apart(plain, changed, case.tolerance)
         if off:
             what = "entering `change` of build" if place is None else found[place]
-            yield Finding(
-                "global-convention", f"{what}, after forward, changes the gradient", tuple(off), case.line
-            )
+            text = f"{what}, after forward, changes the gradient"
+            yield Finding("global-convention", text, off, case.line)
 
 
 def _gradients(case: Case, place: int | None, switched: bool) -> list[list[Tensor]]:
     """Each rank's gradients, optionally with a switch changed after forward."""
-    case.answered(_forward, [case.probe(91)])
+    case.pool.answered(_forward, [case.probe(91)])
     if switched:
         case.pool.ask(change, place, True)
     try:
-        return [answer.gradients for answer in case.answered(_backward, [Probe(0)])[0]]
+        return case.pool.answered(_backward, [Probe(0)])[0]
     finally:
         if switched:
             case.pool.ask(change, place, False)
 
 
-def _forward(subject: Subject, probe: Probe) -> Answer:
+def _forward(subject: Subject, probe: Probe) -> None:
     """Run forward and keep its state for `_backward`."""
-    leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
     stack = contextlib.ExitStack()
-    backward = stack.enter_context(differentiable_call(subject))
-    results = subject.call([leaf.clone() for leaf in leaves])
-    subject.kept["forward"] = stack, backward, results, leaves, cotangents(subject, probe, results)
-    return Answer()
+    graph = stack.enter_context(subject.differentiated(leaves_of(subject, probe)))
+    subject.kept["forward"] = stack, graph, cotangents(subject, probe, graph.results)
 
 
-def _backward(subject: Subject, _: Probe) -> Answer:
+def _backward(subject: Subject, _: Probe) -> list[Tensor]:
     """Run backward of the kept forward."""
-    stack, backward, results, leaves, handed = subject.kept.pop("forward")
+    stack, graph, handed = subject.kept.pop("forward")
     with stack:
-        grads = backward(results, leaves, handed)
-    return Answer(
-        gradients=[torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
-    )
+        return dense(graph.backward(handed), graph.leaves)
 
 
 def look_for_switches() -> list[str]:
     """Find the switches that the function's code reads; returns a description of each change."""
     subject = current_subject()
-    leaves = [x.requires_grad_() for x in leaves_of(subject, Probe(0, point=Point(1.0)))]
-    with differentiable_call(subject) as backward:
-        results = subject.call([leaf.clone() for leaf in leaves])
-        functions = [python_function(node) for node in nodes(results)]
+    with subject.differentiated(subject.own()) as graph:
+        functions = [python_function(node) for node in nodes(graph.results)]
         if subject.ordered:
-            backward(results, leaves, [torch.zeros_like(y) for y in results])
+            graph.backward([torch.zeros_like(y) for y in graph.results])
     subject.kept["switches"] = found = switches(subject.fn, *dict.fromkeys(filter(None, functions)))
     return [str(switch) for switch in found]
 
@@ -537,71 +453,40 @@ def change(place: int | None, forth: bool) -> None:
 
 def own_rank(case: Case) -> Iterator[Finding]:
     """Results must not change in a group with other global ranks, nor on hosts with one rank each."""
-    kind = "own-rank-assumed"
-    asked = False
-    case.pool.begin()  # an earlier check may have left a function with other sizes
     if case.pool.accepts("group"):
-        asked = True
         size = case.pool.size
-        what = f"in a group of ranks 1 to {size} of a world of {size + 1}"
-        with case.pool.larger(outside=1) as pool:
-            by_rank = _call_on_ranks(case, pool, what)
-        if isinstance(by_rank, Finding):
-            yield by_rank
-        else:
-            yield from _compared(case, by_rank, what)
+        with case.pool.like_this(outside=1) as pool:
+            yield from _same_on(case, pool, f"in a group of ranks 1 to {size} of a world of {size + 1}")
     if case.pool.accepts("local_rank"):
-        asked = True
-        with case.pool.built_with(local_rank=0):
-            by_rank = _call_on_ranks(case, case.pool, "with one rank per host")
-        if isinstance(by_rank, Finding):
-            yield by_rank
-        else:
-            yield from _compared(case, by_rank, "with one rank per host")
-    if not asked:
-        case.left_out[kind] = "build accepts neither group= nor local_rank="
+        yield from _same_on(case, case.pool, "with one rank per host", local_rank=0)
+    if not (case.pool.accepts("group") or case.pool.accepts("local_rank")):
+        case.left_out["own-rank-assumed"] = "build accepts neither group= nor local_rank="
 
 
-def _call_on_ranks(case: Case, pool: Pool, what: str) -> list[Answer] | Finding:
+def _same_on(case: Case, pool: Pool, what: str, **options: object) -> Iterator[Finding]:
+    """Compare with the function that `build` returns on other ranks, or with other keywords, on the same operands."""
+    values = tuple(tuple(each.values) for each in case.pool.begin())
+    probe = case.probe(1, point=case.point if case.linear else replace(case.point, rotated=values))
+    plain = case.first_order([probe])[0]
     try:
-        by_rank = pool.attempt(first_order, [_same_operands(case)])
-    except RanksLostError as error:
-        return case.failure("own-rank-assumed", error, what)
+        with pool.built_with(**options):
+            ranks = pool.answered(first_order, [probe])[0]
+    except ProbeError as error:
+        yield case.failure("own-rank-assumed", error, what)
+        return
     except (ArgumentError, RankError) as error:
-        text = f"{what}: build fails: {str(error).splitlines()[0].removeprefix('gradmesh.launch: ')}"
-        return Finding("own-rank-assumed", text, (), case.forward_line)
-    raised = {rank: row[0].failure for rank, row in enumerate(by_rank) if row[0].failure is not None}
-    if raised:
-        first = worst_failure(raised)
-        text = f"{what}: {show_failures(raised)}"
-        return Finding("own-rank-assumed", text, tuple(sorted(raised)), first.line or case.line)
-    return [row[0] for row in by_rank]
-
-
-def _same_operands(case: Case) -> Probe:
-    """A probe at the operands of the first run, since `build` may return others at each call."""
-    values = tuple(tuple(each.values) for each in case.pool.described)
-    return case.probe(1, point=case.point if case.linear else replace(case.point, rotated=values))
-
-
-def _compared(case: Case, ranks: Sequence[Answer], what: str) -> Iterator[Finding]:
-    plain = case.first_order([_same_operands(case)])[0]
-    for name, line in (("results", case.forward_line), ("gradients", case.line)):
-        off = [
-            rank
-            for rank, (answer, before) in enumerate(zip(ranks, plain, strict=True))
-            if _off(getattr(answer, name), getattr(before, name)) > case.tolerance
-        ]
-        if off:
-            text = f"{what} the {name[:-1]} changes, for the same operands"
-            yield Finding("own-rank-assumed", text, tuple(off), line)
-            return
-
-
-def _off(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    if len(one) != len(other):
-        return float("inf")
-    return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+        why = str(error).splitlines()[0].removeprefix("gradmesh.launch: ")
+        yield Finding("own-rank-assumed", f"{what}: build fails: {why}", (), case.forward_line)
+        return
+    off = ranks_apart([a.results for a in ranks], [a.results for a in plain], case.tolerance)
+    if off:
+        text, line = f"{what} the result changes, for the same operands", case.forward_line
+        yield Finding("own-rank-assumed", text, off, line)
+        return
+    off = ranks_apart([a.gradients for a in ranks], [a.gradients for a in plain], case.tolerance)
+    if off:
+        text = f"{what} the gradient changes, for the same operands"
+        yield Finding("own-rank-assumed", text, off, case.line)
 
 
 def unused_output(case: Case) -> Iterator[Finding]:
@@ -611,35 +496,21 @@ def unused_output(case: Case) -> Iterator[Finding]:
         return
     what = f"when rank {idle} does not use the result"
     try:
-        ranks = case.answered(_with_idle, [case.probe(81)], idle, False)[0]
-    except (FunctionRaisedError, RanksLostError) as error:
+        ranks = case.pool.answered(_with_idle, [case.probe(81)], idle, False)[0]
+    except ProbeError as error:
         yield case.failure("unused-output", error, what)
         return
-    wanted = case.answered(_with_idle, [case.probe(81)], idle, True)[0]
-    off = [
-        r
-        for r, (a, b) in enumerate(zip(ranks, wanted, strict=True))
-        if _off(a.gradients, b.gradients) > case.tolerance
-    ]
+    wanted = case.pool.answered(_with_idle, [case.probe(81)], idle, True)[0]
+    off = ranks_apart(ranks, wanted, case.tolerance)
     if off:
         text = f"{what}, the gradients are wrong: they differ from those for a zero gradient of that rank"
-        yield Finding("unused-output", text, tuple(off), case.line)
+        yield Finding("unused-output", text, off, case.line)
 
 
-def _with_idle(subject: Subject, probe: Probe, idle: int, zeros: bool) -> Answer:
-    """Run backward on the ranks that use the result; with `zeros` also on the idle one, with a zero gradient."""
-    leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-    with ordered() as order:
-        results = subject.call([leaf.clone() for leaf in leaves])
-        used = [y for y in results if y.requires_grad] if subject.rank != idle or zeros else []
-        handed = cotangents(subject, probe, used)
+def _with_idle(subject: Subject, probe: Probe, idle: int, zeros: bool) -> list[Tensor]:
+    """The gradients if one rank does not use the result; with `zeros`: if it has a zero gradient."""
+    with subject.differentiated(leaves_of(subject, probe), in_order=True) as graph:
+        results, handed = graph.results, cotangents(subject, probe, graph.results)
         if subject.rank == idle:
-            handed = [torch.zeros_like(y) for y in handed]
-        try:
-            grads = order.grad(used or None, leaves, handed or None, allow_unused=True)
-        except Exception as error:
-            error.add_note(IN_BACKWARD)
-            raise
-    return Answer(
-        gradients=[torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
-    )
+            results, handed = (results, [torch.zeros_like(y) for y in results]) if zeros else ([], [])
+        return dense(graph.grad(results, graph.leaves, handed), graph.leaves)

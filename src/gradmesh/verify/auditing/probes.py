@@ -22,7 +22,7 @@ from torch import Tensor
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks
 from gradmesh.verify.auditing.findings import Finding
-from gradmesh.verify.auditing.readings import Answer, Pattern, Reading
+from gradmesh.verify.auditing.readings import Answer, Pairings, Pattern, Reading
 from gradmesh.verify.auditing.subject import (
     Described,
     Failure,
@@ -30,11 +30,13 @@ from gradmesh.verify.auditing.subject import (
     Watch,
     changed,
     current_subject,
-    differentiable_call,
+    dense,
     of_error,
     set_subject,
     shared,
 )
+
+T = TypeVar("T")
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, seed: int, owner: int, *, whole: bool = False) -> Tensor:
@@ -87,7 +89,7 @@ def in_layout(x: Tensor, layout: str) -> Tensor | None:
     return x.reshape(-1)[0].expand(x.shape)
 
 
-_OTHER_OWNER = 100_000
+OTHER_OWNER = 100_000
 """The owner of values that a rank draws in place of its own."""
 _COTANGENTS = 1000
 """Seed offset of the gradients of results."""
@@ -111,6 +113,21 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Redrawn:
+    """A tensor for which ranks draw the values of other ranks.
+
+    Attributes:
+        of_result: whether it is the gradient of a result; False: an operand.
+        index: its index.
+        owners: for each rank, the rank whose values it draws; `OTHER_OWNER` for none of theirs.
+    """
+
+    of_result: bool
+    index: int
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Probe:
     """One experiment: which operands and gradients to draw for a forward and backward run.
 
@@ -120,12 +137,7 @@ class Probe:
         alike_out: which gradients of results are identical on every rank.
         whole: whether values are small integers.
         complex: whether to draw complex operands in place of real ones.
-        rotate: rotation: each rank draws the operands of the rank that is `rotate` further in the ring of `ranks`.
-        rotate_out: the same for the gradients of results.
-        ranks: the number of participating ranks; needed for a rotation.
-        other: a rank that draws different operands than usual, or -1.
-        other_out: the same for the gradients of results.
-        only: the index of the one operand or result that `rotate` and `other` apply to; -1: all.
+        redrawn: an operand or a gradient for which ranks draw the values of other ranks.
         point: where a nonlinear function is differentiated.
     """
 
@@ -134,12 +146,7 @@ class Probe:
     alike_out: tuple[bool, ...] = ()
     whole: bool = False
     complex: bool = False
-    rotate: int = 0
-    rotate_out: int = 0
-    ranks: int = 1
-    other: int = -1
-    other_out: int = -1
-    only: int = -1
+    redrawn: Redrawn | None = None
     point: Point = field(default_factory=Point)
 
 
@@ -150,18 +157,14 @@ def configure(settings: Mapping[str, Any]) -> None:
         setattr(subject, name, value)
 
 
-def attempt(run: Callable[..., Answer], probes: Sequence[Probe], *args: Any) -> list[Answer]:
+def attempt(run: Callable[..., T], probes: Sequence[Probe], *args: Any) -> list[T | Failure]:
     """Call `run(subject, probe, *args)` for each probe, up to the first that raises."""
-    answers: list[Answer] = []
-    subject = current_subject()
+    answers: list[T | Failure] = []
     for probe in probes:
-        answer = Answer()
         try:
-            answer = run(subject, probe, *args)
+            answers.append(run(current_subject(), probe, *args))
         except (Exception, SystemExit) as error:
-            answer.failure = of_error(error)
-        answers.append(answer)
-        if answer.failure is not None:
+            answers.append(of_error(error))
             break
     return answers
 
@@ -173,40 +176,33 @@ def forward_only(subject: Subject, probe: Probe) -> Answer:
 
 def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
     """The operands of a probe."""
-    same = probe.alike or (False,) * len(subject.operands)
-    return [
-        draw(
-            subject.shape(i),
-            subject.operand_dtype(i, probe.complex),
-            probe.seed + 31 * i,
-            -1 if same[i] else _owner(subject, probe, i, probe.rotate, probe.other),
-            whole=probe.whole,
-        )
-        for i in range(len(subject.operands))
-    ]
+    count = len(subject.operands)
+    kinds = [(subject.shape(i), subject.operand_dtype(i, probe.complex)) for i in range(count)]
+    return _draw_all(subject, probe, kinds, probe.alike, of_results=False)
 
 
 def cotangents(subject: Subject, probe: Probe, results: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of the results of a probe."""
-    same = probe.alike_out or (False,) * len(results)
-    return [
-        draw(
-            y.shape,
-            y.dtype,
-            probe.seed + _COTANGENTS + 31 * i,
-            -1 if same[i] else _owner(subject, probe, i, probe.rotate_out, probe.other_out),
-            whole=probe.whole,
-        )
-        for i, y in enumerate(results)
-    ]
+    return _draw_all(subject, probe, [(y.shape, y.dtype) for y in results], probe.alike_out, of_results=True)
 
 
-def _owner(subject: Subject, probe: Probe, index: int, rotate: int, other: int) -> int:
-    if probe.only not in (-1, index):
-        return subject.rank
-    if subject.rank == other:
-        return _OTHER_OWNER
-    return (subject.rank + rotate) % probe.ranks if rotate else subject.rank
+def _draw_all(
+    subject: Subject,
+    probe: Probe,
+    kinds: Sequence[tuple[torch.Size, torch.dtype]],
+    alike: Sequence[bool],
+    of_results: bool,
+) -> list[Tensor]:
+    seed = probe.seed + (_COTANGENTS if of_results else 0)
+    values = []
+    for i, (shape, dtype) in enumerate(kinds):
+        owner = subject.rank
+        if alike and alike[i]:
+            owner = -1
+        elif probe.redrawn is not None and (probe.redrawn.of_result, probe.redrawn.index) == (of_results, i):
+            owner = probe.redrawn.owners[subject.rank]
+        values.append(draw(shape, dtype, seed + 31 * i, owner, whole=probe.whole))
+    return values
 
 
 def leaves_of(subject: Subject, probe: Probe) -> list[Tensor]:
@@ -234,10 +230,14 @@ def mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]:
     if not probe.point.step:
         return x, filled(subject.call([v.clone() for v in x]))
     base, step = point_of(subject, probe), probe.point.step
-    with torch.no_grad():
-        ahead = filled(subject.call([b + step * v for b, v in zip(base, x, strict=True)]))
-        behind = filled(subject.call([b - step * v for b, v in zip(base, x, strict=True)]))
+    ahead, behind = shifted(subject, base, step, x), shifted(subject, base, -step, x)
     return x, [difference(a, b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+
+
+def shifted(subject: Subject, base: Sequence[Tensor], step: float, along: Sequence[Tensor]) -> list[Tensor]:
+    """The results at `base + step * along`."""
+    with torch.no_grad():
+        return filled(subject.call([b + step * v for b, v in zip(base, along, strict=True)]))
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
@@ -247,47 +247,29 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 
 def first_order(subject: Subject, probe: Probe) -> Answer:
     """Forward and backward."""
-    answer = Answer()
-    if probe.point.step:
-        answer.operands, answer.results = mapped(subject, probe)
-    else:
-        answer.operands = drawn(subject, probe)
-    leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-    with differentiable_call(subject) as backward:
-        given = [leaf.clone() for leaf in leaves]  # not leaves, so that in-place writes are allowed
-        before = [x.detach().clone() for x in given]
-        results = subject.call(given)
-        answer.notes += changed("operand-overwritten", "forward writes into operand {}", given, before, [])
-        answer.notes += shared(given, results)
+    answer = Answer(*mapped(subject, probe)) if probe.point.step else Answer(drawn(subject, probe))
+    notes = answer.notes
+    before = leaves_of(subject, probe)
+    with subject.differentiated(leaves_of(subject, probe)) as graph:
+        given, results = graph.given, graph.results
+        notes += changed("operand-overwritten", "forward writes into operand {}", given, before, [])
+        notes += shared(given, results)
         out = filled(results)
         if not probe.point.step:
             answer.results = out
         answer.cotangents = cotangents(subject, probe, results)
         handed = [y.clone() for y in answer.cotangents]
         watched = Watch(results)
-        answer.lines = watched.lines
+        answer.lines = lines = watched.lines
         before = [x.detach().clone() for x in given]
-        grads = backward(results, leaves, handed)
+        grads = graph.backward(handed)
     answer.reached = any(g is not None for g in grads)
-    answer.gradients = [
-        torch.zeros_like(x) if g is None else g.detach().clone() for g, x in zip(grads, leaves, strict=True)
-    ]
-    lines = answer.lines
-    answer.notes += watched.notes() or changed(
-        "gradient-overwritten",
-        "backward writes into the gradient of result {}",
-        handed,
-        answer.cotangents,
-        lines,
-    )
-    answer.notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
-    answer.notes += changed(
-        "saved-buffer-overwritten",
-        "backward writes into result {}, which other code may read",
-        results,
-        out,
-        lines,
-    )
+    answer.gradients = dense(grads, graph.leaves)
+    text = "backward writes into the gradient of result {}"
+    notes += watched.notes() or changed("gradient-overwritten", text, handed, answer.cotangents, lines)
+    notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
+    text = "backward writes into result {}, which other code may read"
+    notes += changed("saved-buffer-overwritten", text, results, out, lines)
     return answer
 
 
@@ -296,27 +278,50 @@ def filled(results: Sequence[Tensor]) -> list[Tensor]:
     return [y.detach().clone().resolve_conj() for y in results]
 
 
-T = TypeVar("T")
-
-
-_QUITS = "rank {} ends its process in {}: SystemExit"
-
-
-class RanksLostError(Exception):
-    """A rank died or timed out.
+class ProbeError(Exception):
+    """The function did not return on every rank.
 
     Attributes:
-        kind: "aborts" or "hangs".
-        text: the launcher's message.
-        ranks: the failed rank, if known.
+        kind: "aborts", "hangs" or "raises".
+        ranks: the ranks on which that was observed, if known.
+        failures: the exceptions of the ranks, by rank; empty if a rank died or timed out.
     """
 
+    kind: str
+    ranks: tuple[int, ...]
+    failures: Mapping[int, Failure] = {}
+
+    @property
+    def waited(self) -> bool:
+        """Whether ranks may be waiting for others, so that another run may end with a timeout."""
+        return not self.failures or any(failure.waited for failure in self.failures.values())
+
+
+class RanksLostError(ProbeError):
+    """A rank died or timed out."""
+
     def __init__(self, error: RankError) -> None:
-        super().__init__(str(error))
-        self.text = str(error).splitlines()[0].removeprefix("gradmesh.launch: ")
+        super().__init__(str(error).splitlines()[0].removeprefix("gradmesh.launch: "))
         died = "its process" in str(error) or "closed pipe" in str(error)
         self.kind = "aborts" if died else "hangs"
         self.ranks = () if error.rank is None else (error.rank,)
+
+
+class FunctionRaisedError(ProbeError):
+    """The function raised an exception, or ranks waited for others in vain.
+
+    Attributes:
+        first: the exception to show: preferably not from a rank that only waited for another one.
+    """
+
+    def __init__(self, failures: Mapping[int, Failure]) -> None:
+        rank, self.first = min(failures.items(), key=lambda item: item[1].waited)
+        verb = "waits" if self.first.waited else "raises"
+        text = re.sub(r"\s+", " ", self.first.first)
+        super().__init__(f"{self.first.stage} {verb}: {text[:300]}")
+        self.kind = "hangs" if self.first.waited else "raises"
+        self.ranks, self.rank = tuple(sorted(failures)), rank
+        self.failures = failures
 
 
 def accepted(build: Callable[..., Any], name: str) -> bool:
@@ -352,7 +357,7 @@ class Pool:
         outside: int = 0,
     ) -> None:
         self.size = world_size
-        self.outside = outside
+        self._outside = outside
         self.backend = backend
         self.settings: dict[str, Any] = {}
         self._build = build
@@ -360,7 +365,7 @@ class Pool:
         self._options = dict(options)
         self._holds = False
         self._ranks = Ranks(world_size + outside, backend=backend, timeout=timeout, prefix=False)
-        self.described: list[Described] = []
+        self._described: list[Described] = []
 
     def begin(self) -> list[Described]:
         """Call `build` on the ranks, if they do not hold the function yet.
@@ -373,16 +378,16 @@ class Pool:
             try:
                 with _silent():
                     described = self._ranks.run(
-                        _begin, self._build, self._options, self.outside, self.settings
+                        _begin, self._build, self._options, self._outside, self.settings
                     )
             except RankError as error:
                 self._renew()
                 if isinstance(error.__cause__, ArgumentError) and "verify.audit" in str(error.__cause__):
                     raise error.__cause__ from None
                 raise
-            self.described = [each for each in described if each is not None]
+            self._described = [each for each in described if each is not None]
             self._holds = True
-        return self.described
+        return self._described
 
     def ask(self, question: Callable[..., T], *args: Any) -> list[T]:
         """Call `question(*args)` on each participating rank and return the answers.
@@ -393,26 +398,39 @@ class Pool:
         self.begin()
         try:
             with _silent():
-                answers = self._ranks.run(_call_on_ranks, question, args, self.outside)
+                answers = self._ranks.run(_call_on_ranks, question, args, self._outside)
         except RankError as error:
             self._renew()
             raise RanksLostError(error) from error
-        taking_part = cast("list[T]", answers[self.outside :])
-        if _out_of_sync(taking_part):
+        participating = cast("list[T]", answers[self._outside :])
+        failed = _failures(participating)
+        if _out_of_sync(failed, len(participating)):
             self._renew()
-        for rank, answer in enumerate(taking_part):
-            for failure in _failures(answer):
-                if failure.kind == "SystemExit":
-                    raise RanksLostError(RankError(_QUITS.format(rank, failure.stage), rank=rank))
-        return taking_part
+        for rank, failure in failed.items():
+            if failure.kind == "SystemExit":
+                text = f"rank {rank} ends its process in {failure.stage}: SystemExit"
+                raise RanksLostError(RankError(text, rank=rank))
+        return participating
 
-    def attempt(self, run: Callable[..., Answer], probes: Sequence[Probe], *args: Any) -> list[list[Answer]]:
-        """Call `run(subject, probe, *args)` on each participating rank: for each rank, each probe's answer.
+    def attempt(self, run: Callable[..., T], probes: Sequence[Probe], *args: Any) -> list[list[T | Failure]]:
+        """Call `run(subject, probe, *args)` on each rank: for each rank, each probe's answer, up to an exception.
 
         Raises:
             RanksLostError: a rank died or timed out.
         """
         return self.ask(attempt, run, probes, *args)
+
+    def answered(self, run: Callable[..., T], probes: Sequence[Probe], *args: Any) -> list[list[T]]:
+        """Call `run(subject, probe, *args)` on each rank: for each probe, each rank's answer.
+
+        Raises:
+            FunctionRaisedError: a rank raised.
+            RanksLostError: a rank died or timed out.
+        """
+        by_rank = self.attempt(run, probes, *args)
+        if failed := _failures(by_rank):
+            raise FunctionRaisedError(failed)
+        return [list(row) for row in zip(*cast("list[list[T]]", by_rank), strict=True)]
 
     @contextlib.contextmanager
     def built_with(self, **options: Any) -> Iterator[None]:
@@ -427,15 +445,9 @@ class Pool:
         """Whether `build` accepts a keyword."""
         return accepted(self._build, name)
 
-    def on(self, backend: str) -> Pool:
-        """A pool on another backend for the same function and settings."""
-        pool = Pool(self._build, self.size, backend, self._timeout, self._options)
-        pool.settings = dict(self.settings)
-        return pool
-
-    def larger(self, outside: int) -> Pool:
-        """A pool for the same function with additional idle ranks."""
-        pool = Pool(self._build, self.size, self._ranks.backend, self._timeout, self._options, outside)
+    def like_this(self, backend: str | None = None, outside: int = 0) -> Pool:
+        """A pool for the same function and settings, on another backend or with additional idle ranks."""
+        pool = Pool(self._build, self.size, backend or self.backend, self._timeout, self._options, outside)
         pool.settings = dict(self.settings)
         return pool
 
@@ -481,18 +493,20 @@ def _call_on_ranks(question: Callable[..., T], args: tuple[Any, ...], outside: i
     return None if dist.get_rank() < outside else question(*args)
 
 
-def _out_of_sync(answers: list[Any]) -> bool:
+def _failures(answers: Sequence[object]) -> dict[int, Failure]:
+    """The exceptions of the ranks, by rank."""
+    return {
+        rank: part
+        for rank, answer in enumerate(answers)
+        for part in (answer if isinstance(answer, list) else ())
+        if isinstance(part, Failure)
+    }
+
+
+def _out_of_sync(failed: Mapping[int, Failure], ranks: int) -> bool:
     """Whether the ranks may be out of sync: some raised, but not all of them the same exception."""
-    failures = [failure for answer in answers for failure in _failures(answer)]
-    if not failures:
-        return False
-    same = {(failure.stage, failure.kind) for failure in failures}
-    return len(same) > 1 or len(failures) < len(answers) or any(failure.waited for failure in failures)
-
-
-def _failures(answer: Any) -> list[Failure]:
-    parts = answer if isinstance(answer, list) else [answer]
-    return [part.failure for part in parts if isinstance(part, Answer) and part.failure is not None]
+    same = {(failure.stage, failure.kind) for failure in failed.values()}
+    return 0 < len(failed) < ranks or len(same) > 1 or any(failure.waited for failure in failed.values())
 
 
 @contextlib.contextmanager
@@ -501,14 +515,6 @@ def _silent() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-class FunctionRaisedError(Exception):
-    """The function raised; holds each rank's exception."""
-
-    def __init__(self, failures: dict[int, Failure]) -> None:
-        super().__init__(show_failures(failures))
-        self.failures = failures
 
 
 @dataclass
@@ -531,7 +537,7 @@ class Case:
         assumes: the conditions under which the gradient is correct.
         left_out: kinds that could not be checked, with the reason.
         unchecked: why nothing can be checked; empty otherwise.
-        answers: the first-order answers, by pattern.
+        pairings: the first-order answers and their inner products, by pattern.
         line: "file:line" for findings about backward.
         forward_line: "file:line" for findings about forward.
     """
@@ -551,7 +557,7 @@ class Case:
     assumes: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     unchecked: str = ""
-    answers: dict[Pattern, list[list[Answer]]] = field(default_factory=dict)
+    pairings: dict[Pattern, Pairings] = field(default_factory=dict)
     line: str | None = None
     forward_line: str | None = None
 
@@ -568,56 +574,16 @@ class Case:
             FunctionRaisedError: a rank raised.
             RanksLostError: a rank died or timed out.
         """
-        return self.answered(first_order, probes)
+        return self.pool.answered(first_order, probes)
 
-    def answered(self, run: Callable[..., Answer], probes: Sequence[Probe], *args: Any) -> list[list[Answer]]:
-        """Call `run(subject, probe, *args)` on every rank: for each probe, each rank's answer.
-
-        Raises:
-            FunctionRaisedError: a rank raised.
-            RanksLostError: a rank died or timed out.
-        """
-        by_rank = self.pool.attempt(run, probes, *args)
-        raised = failures(by_rank)
-        if raised:
-            raise FunctionRaisedError(raised)
-        return [list(row) for row in zip(*by_rank, strict=True)]
-
-    def failure(self, kind: str, error: FunctionRaisedError | RanksLostError, what: str) -> Finding:
+    def failure(self, kind: str, error: ProbeError, what: str) -> Finding:
         """The finding that the function raised, crashed or hung."""
-        if isinstance(error, RanksLostError):
-            verb = "the process exits" if error.kind == "aborts" else "the call hangs"
-            return Finding(kind, f"{what}: {verb}: {error.text}", error.ranks, self.line)
-        first = worst_failure(error.failures)
-        line = first.line or self.line
-        return Finding(kind, f"{what}: {error}", tuple(sorted(error.failures)), line)
+        if isinstance(error, FunctionRaisedError):
+            return Finding(kind, f"{what}: {error}", error.ranks, error.first.line or self.line)
+        verb = "the process exits" if error.kind == "aborts" else "the call hangs"
+        return Finding(kind, f"{what}: {verb}: {error}", error.ranks, self.line)
 
 
-def failures(by_rank: Sequence[Sequence[Answer]]) -> dict[int, Failure]:
-    """The exceptions of the ranks, by rank."""
-    return {
-        rank: answer.failure
-        for rank, answers in enumerate(by_rank)
-        for answer in answers
-        if answer.failure is not None
-    }
-
-
-def worst_failure(found: dict[int, Failure]) -> Failure:
-    """The exception to show: preferably not from a rank that only waited for another one."""
-    return min(found.values(), key=lambda failure: failure.waited)
-
-
-def show_failures(found: dict[int, Failure]) -> str:
-    """The exceptions of the ranks on one line; "" if there are none."""
-    if not found:
-        return ""
-    first = worst_failure(found)
-    verb = "waits" if first.waited else "raises"
-    text = re.sub(r"\s+", " ", first.first)
-    return f"{first.stage} {verb}: {text[:300]}"
-
-
-def patterns_of(readings: Sequence[Reading]) -> Iterator[Pattern]:
+def patterns_of(readings: Sequence[Reading]) -> list[Pattern]:
     """The distinct patterns of the readings."""
-    yield from dict.fromkeys(reading.pattern for reading in readings)
+    return list(dict.fromkeys(reading.pattern for reading in readings))

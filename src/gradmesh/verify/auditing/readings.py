@@ -11,15 +11,16 @@ with the pairing of `gradmesh.types`: summed over the ranks, and counted once if
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradmesh.types import Type
-from gradmesh.verify.auditing.subject import Failure, Note
+from gradmesh.verify.auditing.subject import Note
 from gradmesh.verify.laws import as_real
 
 V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the types
@@ -47,7 +48,6 @@ class Answer:
         reached: whether any gradient was not None.
         notes: forbidden writes and shared memory: kind, text and line.
         lines: "file:line" of the backward of each autograd Function in the graph.
-        failure: the exception that ended the probe.
     """
 
     operands: list[Tensor] = field(default_factory=list)
@@ -57,7 +57,6 @@ class Answer:
     reached: bool = False
     notes: list[Note] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    failure: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -176,16 +175,31 @@ def strongest(readings: Iterable[Reading]) -> list[Reading]:
     return [r for r in readings if not any(other != r and other.implies(r) for other in readings)]
 
 
-def paired(kinds: Sequence[Type], a: Values, b: Values) -> tuple[float, float]:
-    """<a, b> over all ranks, for tensors of these types, and the sum of its terms' absolute values."""
-    rows = [[_pair(x, y) for x, y in zip(row, other, strict=True)] for row, other in zip(a, b, strict=True)]
-    return _counted(kinds, rows)
-
-
 def agree(values: Values, index: int, tolerance: float) -> bool:
     """Whether a tensor is the same on every rank."""
     first = values[0][index]
     return all(distance(row[index], first) <= tolerance for row in values[1:])
+
+
+def largest_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The largest distance of corresponding tensors; infinite if the numbers of tensors differ."""
+    if len(one) != len(other):
+        return math.inf
+    return max(map(distance, one, other), default=0.0)
+
+
+def ranks_apart(
+    ones: Iterable[Sequence[Tensor]], others: Iterable[Sequence[Tensor]], tolerance: float
+) -> tuple[int, ...]:
+    """The ranks whose tensors differ.
+
+    Args:
+        ones: each rank's tensors.
+        others: each rank's tensors to compare with.
+        tolerance: the largest relative difference that does not count.
+    """
+    pairs = enumerate(zip(ones, others, strict=True))
+    return tuple(rank for rank, pair in pairs if largest_distance(*pair) > tolerance)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -194,7 +208,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     Equal infinities, and NaN in both, count as 0; a value that is not finite in only one of them as infinite.
     """
     if a.shape != b.shape:
-        return float("inf")
+        return math.inf
     if not a.numel():
         return 0.0
     if a.is_complex() or b.is_complex():
@@ -203,7 +217,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), (a - b).abs())
     sizes = torch.nan_to_num(torch.maximum(a.abs(), b.abs()), 0, 0, 0)
     found = float(off.max()) / max(1e-300, float(sizes.max()))
-    return found if found == found else float("inf")
+    return math.inf if math.isnan(found) else found
 
 
 class Pairings:
@@ -215,61 +229,79 @@ class Pairings:
     """
 
     def __init__(self, probes: Sequence[Sequence[Answer]], tolerance: float) -> None:
-        self.alike: list[bool] = []
-        self.alike_back: list[bool] = []
-        self.terms: list[tuple[list[list[_Pair]], list[list[_Pair]]]] = []
-        for ranks in probes:
-            results, grads = [a.results for a in ranks], [a.gradients for a in ranks]
-            for flags, values in ((self.alike, results), (self.alike_back, grads)):
-                same = [agree(values, i, tolerance) for i in range(len(values[0]))]
-                flags[:] = [a and b for a, b in zip(flags, same, strict=True)] if flags else same
-            self.terms.append(
-                (
-                    [[_pair(x, y) for x, y in zip(a.results, a.cotangents, strict=True)] for a in ranks],
-                    [[_pair(x, y) for x, y in zip(a.operands, a.gradients, strict=True)] for a in ranks],
-                )
-            )
+        self.probes = probes
+        self._tolerance = tolerance
+        self._alike = self._same([[a.results for a in ranks] for ranks in probes])
+        self._alike_back = self._same([[a.gradients for a in ranks] for ranks in probes])
+        self._out = [[_products(a.results, a.cotangents) for a in ranks] for ranks in probes]
+        self._back = [[_products(a.operands, a.gradients) for a in ranks] for ranks in probes]
+
+    def _same(self, probes: Sequence[Values]) -> list[bool]:
+        """For each tensor, whether it is the same on every rank in all probes."""
+        count = len(probes[0][0])
+        return [all(agree(values, i, self._tolerance) for values in probes) for i in range(count)]
+
+    def _sides(self, reading: Reading) -> list[tuple[_Pair, _Pair]]:
+        """For each probe, <A x, y> and <x, A* y>."""
+        return [
+            (_counted(reading.dst, out), _counted(reading.src, back))
+            for out, back in zip(self._out, self._back, strict=True)
+        ]
 
     def error(self, reading: Reading) -> float:
-        """As `law_error`."""
+        """The error of backward as an adjoint under a reading; infinite if values do not have its types."""
+        needed = [kind in _SAME for kind in reading.dst] + [kind.dual in _SAME for kind in reading.src]
         if any(
-            kind in _SAME and not alike for kind, alike in zip(reading.dst, self.alike, strict=True)
-        ) or any(
-            kind.dual in _SAME and not alike for kind, alike in zip(reading.src, self.alike_back, strict=True)
+            same and not alike for same, alike in zip(needed, self._alike + self._alike_back, strict=True)
         ):
-            return float("inf")
+            return math.inf
         worst = 0.0
-        for out, back in self.terms:
-            left, left_size = _counted(reading.dst, out)
-            right, right_size = _counted(reading.src, back)
+        for (left, left_size), (right, right_size) in self._sides(reading):
             error = abs(left - right) / max(1e-300, left_size, right_size)
-            worst = max(worst, error if error == error else float("inf"))
+            worst = max(worst, math.inf if math.isnan(error) else error)
         return worst
 
+    def factor(self, reading: Reading) -> float | None:
+        """The factor of the gradient relative to the correct one, if it is the same in every probe."""
+        sides = self._sides(reading)
+        (left, _), (right, _) = sides[0]
+        if math.isinf(self.error(reading)) or abs(left) < 1e-12 or abs(right) < 1e-12:
+            return None
+        factor = right / left
+        off = max(
+            abs(back / factor - out) / max(1e-300, out_size, back_size / abs(factor))
+            for (out, out_size), (back, back_size) in sides
+        )
+        return factor if off <= 10 * self._tolerance else None
 
-def law_error(
-    reading: Reading, answers: Mapping[Pattern, Sequence[Sequence[Answer]]], tolerance: float
-) -> float:
-    """The error of backward as an adjoint under a reading; infinite if values do not have its types.
+    def factors_by_rank(self, reading: Reading) -> list[float] | None:
+        """Each rank's factor relative to the correct gradient, if the factors are the same in every probe.
 
-    Args:
-        reading: the types.
-        answers: for each pattern, for each probe, each rank's answer.
-        tolerance: the relative difference up to which values on different ranks count as equal.
-    """
-    return Pairings(answers[reading.pattern], tolerance).error(reading)
+        Needs at least two more probes than ranks.
+        """
+        rows = [[_counted(reading.src, [row])[0] for row in ranks] for ranks in self._back]
+        if len(rows) < len(rows[0]) + 2:
+            return None
+        wanted = [_counted(reading.dst, out)[0] for out in self._out]
+        matrix, vector = torch.tensor(rows, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
+        found = torch.linalg.lstsq(matrix, vector).solution
+        off = float((matrix @ found - vector).abs().max() / vector.abs().max().clamp_min(1e-300))
+        if off > max(1e-8, 100 * self._tolerance) or bool((found.abs() < 1e-12).any()):
+            return None
+        return [1 / float(f) for f in found]
 
 
 _Pair = tuple[float, float]
 """<x, y>, and the sum of its terms' absolute values."""
 
 
-def _pair(x: Tensor, y: Tensor) -> _Pair:
-    products = as_real(x) * as_real(y)
-    return float(products.sum()), float(products.abs().sum())
+def _products(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[_Pair]:
+    products = [as_real(x) * as_real(y) for x, y in zip(xs, ys, strict=True)]
+    return [(float(each.sum()), float(each.abs().sum())) for each in products]
 
 
 def _counted(kinds: Sequence[Type], rows: Sequence[Sequence[_Pair]]) -> _Pair:
+    """The sum over ranks, in which a value of type I counts once."""
     counted = [
         pair
         for rank, row in enumerate(rows)

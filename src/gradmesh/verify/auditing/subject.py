@@ -17,7 +17,7 @@ import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ class Subject:
         size: torch.Size = self.inputs[self.operands[index]].shape
         return size
 
+    def own(self) -> list[Tensor]:
+        """The operands that `build` returned, in the dtype in which operands are drawn."""
+        return [
+            self.inputs[i].detach().to(self.operand_dtype(n)).clone() for n, i in enumerate(self.operands)
+        ]
+
     def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Call the function and return its floating-point and complex results; local shards of DTensors."""
         values = list(self.inputs)
@@ -89,6 +95,85 @@ class Subject:
         out = self.fn(*replaced(self.arguments, iter(values)))
         local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in tensors(out)]
         return [y for y in local if y.is_floating_point() or y.is_complex()]
+
+    @contextlib.contextmanager
+    def differentiated(
+        self, leaves: list[Tensor], given: list[Tensor] | None = None, in_order: bool = False
+    ) -> Iterator[Graph]:
+        """Call the function for a backward inside of the block.
+
+        Args:
+            leaves: the tensors to differentiate by.
+            given: the operands to pass, computed from the leaves; None: copies of them.
+            in_order: call it inside `gradmesh.ordered()`, also if it does not require that.
+        """
+        with ordered() if self.ordered or in_order else contextlib.nullcontext() as order:
+            leaves = [x.requires_grad_() for x in leaves]
+            # not leaves, so that in-place writes are allowed
+            given = [x.clone() for x in leaves] if given is None else given
+            yield Graph(leaves, given, self.call(given), order)
+
+
+@dataclass
+class Graph:
+    """A call of the function with its graph.
+
+    Attributes:
+        leaves: the tensors to differentiate by.
+        given: the operands of the call.
+        results: its results.
+        order: the block of `gradmesh.ordered()` that it runs in, if any.
+    """
+
+    leaves: list[Tensor]
+    given: list[Tensor]
+    results: list[Tensor]
+    order: Order | None
+
+    def backward(self, gradients: Sequence[Tensor], **options: bool) -> list[Tensor | None]:
+        """The gradients of the leaves; None where there is none."""
+        return self.grad(self.results, self.leaves, gradients, **options)
+
+    def grad(
+        self,
+        results: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        **options: bool,
+    ) -> list[Tensor | None]:
+        """As `torch.autograd.grad`; results that do not require grad are skipped."""
+        pairs = [(y, g) for y, g in zip(results, gradients, strict=True) if y.requires_grad]
+        ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
+        with noted_in_backward():
+            if self.order is not None:
+                return list(self.order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
+            if not pairs:
+                return [None] * len(operands)
+            # A reentrant checkpoint does not support torch.autograd.grad.
+            if any(type(node).__name__ == _REENTRANT for node in nodes(ys)):
+                for x in operands:
+                    x.grad = None
+                torch.autograd.backward(ys, gs, **options)  # type: ignore[arg-type]
+                return [x.grad for x in operands]
+            return list(torch.autograd.grad(ys, operands, gs, allow_unused=True, **options))
+
+
+@contextlib.contextmanager
+def noted_in_backward() -> Iterator[None]:
+    """Add the note `IN_BACKWARD` to exceptions."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(IN_BACKWARD)
+        raise
+
+
+def dense(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the gradients, zeros in place of None."""
+    return [
+        torch.zeros_like(x) if g is None else g.detach().clone()
+        for g, x in zip(gradients, leaves, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -172,47 +257,6 @@ def current_subject() -> Subject:
     """The function of this rank."""
     subject: Subject = _of_this_rank.subject
     return subject
-
-
-@contextlib.contextmanager
-def differentiable_call(subject: Subject) -> Iterator[Callable[..., list[Tensor | None]]]:
-    """The context for a call and its backward; yields `backward(results, operands, gradients)`.
-
-    `backward` returns the gradients of the operands, None where there is none; results that do not require grad are
-    skipped.
-    """
-    if not subject.ordered:
-        yield lambda *args, **options: _gradients(None, *args, **options)
-        return
-    with ordered() as order:
-        yield lambda *args, **options: _gradients(order, *args, **options)
-
-
-def _gradients(
-    order: Order | None,
-    results: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    **options: bool,
-) -> list[Tensor | None]:
-    pairs = [(y, g) for y, g in zip(results, gradients, strict=True) if y.requires_grad]
-    ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
-    try:
-        if order is not None:
-            return list(order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
-        if not pairs:
-            return [None] * len(operands)
-        if any(
-            type(node).__name__ == _REENTRANT for node in nodes(ys)
-        ):  # it does not support torch.autograd.grad
-            for x in operands:
-                x.grad = None
-            torch.autograd.backward(ys, gs, **options)  # type: ignore[arg-type]
-            return [x.grad for x in operands]
-        return list(torch.autograd.grad(ys, operands, gs, allow_unused=True, **options))
-    except Exception as error:
-        error.add_note(IN_BACKWARD)
-        raise
 
 
 def of_error(error: BaseException) -> Failure:
@@ -378,116 +422,123 @@ def switches(*things: Any) -> list[Switch]:
     Code of torch, gradmesh and the standard library is not followed. A bool is a switch; a string or a number is one
     if some code assigns it and the code that reads it contains another constant of that type.
     """
-    found: dict[tuple[int, str], Switch] = {}
-    seen: set[int] = set()
+    search = _Search()
     for thing in things:
-        for switch in _search(thing, seen, _DEPTH):
-            found.setdefault((id(switch.holder), switch.name), switch)
-    return list(found.values())[:_MOST]
+        search.follow(thing, _DEPTH)
+    return list(search.found.values())[:_MOST]
 
 
-def _search(thing: Any, seen: set[int], depth: int) -> Iterator[Switch]:
-    if id(thing) in seen or depth < 0:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, functools.partial):
-        yield from _search(thing.func, seen, depth)
-    elif isinstance(thing, staticmethod | classmethod):
-        yield from _search(thing.__func__, seen, depth)
-    elif inspect.ismethod(thing) or (inspect.isbuiltin(thing) and inspect.isclass(thing.__self__)):
-        yield from _search(thing.__self__, seen, depth)
-        yield from _search(getattr(thing, "__func__", None), seen, depth)
-    elif isinstance(thing, FunctionType):
-        yield from _of_function(inspect.unwrap(thing), seen, depth)
-    elif inspect.isclass(thing):
-        if not _foreign(thing):
-            for value in list(vars(thing).values()):
-                yield from _search(value, seen, depth)
-    elif callable(thing) and not inspect.isbuiltin(thing):
-        yield from _search(type(thing), seen, depth)
+class _Search:
+    """Follows code into the code that it calls, and collects the switches that it reads."""
 
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, str], Switch] = {}
+        self._seen: set[int] = set()
 
-def _of_function(fn: Any, seen: set[int], depth: int) -> Iterator[Switch]:
-    if not isinstance(fn, FunctionType) or is_library(fn.__code__.co_filename):
-        return
-    codes = list(_codes(fn.__code__))
-    names = {name for code in codes for name in code.co_names}
-    constants = [value for code in codes for value in code.co_consts]
-    spaces = [(fn.__globals__, fn.__globals__.get("__name__", "?"), names)]
-    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    with_values = {name: cell.cell_contents for name, cell in cells.items() if _filled(cell)}
-    for space, where, wanted in spaces:
-        for name in sorted(wanted & set(space)):
-            value = space[name]
-            set_by_code = _assigned(space, name)
-            yield from _switch(space, name, f"{where}.{name}", value, constants, set_by_code)
-            yield from _inside(value, f"{where}.{name}", names, constants, seen, depth)
-    for name, value in with_values.items():
-        yield from _inside(value, name, names, constants, seen, depth)
+    def follow(self, thing: Any, depth: int) -> None:
+        """Search a callable or a class, and what it leads to in at most `depth` calls."""
+        if id(thing) in self._seen or depth < 0:
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, functools.partial):
+            self.follow(thing.func, depth)
+        elif isinstance(thing, staticmethod | classmethod):
+            self.follow(thing.__func__, depth)
+        elif inspect.ismethod(thing) or (inspect.isbuiltin(thing) and inspect.isclass(thing.__self__)):
+            self.follow(thing.__self__, depth)
+            self.follow(getattr(thing, "__func__", None), depth)
+        elif isinstance(thing, FunctionType):
+            self._function(inspect.unwrap(thing), depth)
+        elif inspect.isclass(thing):
+            if not _foreign(thing):
+                for value in list(vars(thing).values()):
+                    self.follow(value, depth)
+        elif callable(thing) and not inspect.isbuiltin(thing):
+            self.follow(type(thing), depth)
 
+    def _function(self, fn: Any, depth: int) -> None:
+        if not isinstance(fn, FunctionType) or is_library(fn.__code__.co_filename):
+            return
+        reader = _Reader.of(fn.__code__)
+        module = fn.__globals__.get("__name__", "?")
+        for name in reader.read_from(fn.__globals__):
+            where = f"{module}.{name}"
+            self._add(fn.__globals__, name, where, reader, _assigned(fn.__globals__, name))
+            self._value(fn.__globals__[name], where, reader, depth)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if cell != CellType():  # an empty one
+                self._value(cell.cell_contents, name, reader, depth)
 
-def _inside(
-    value: Any, where: str, names: set[str], constants: list[Any], seen: set[int], depth: int
-) -> Iterator[Switch]:
-    """The switches in a value that code refers to, and in the code that it leads to."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _search(item, seen, depth - 1)
-    elif isinstance(value, dict):
-        for key in [key for key in value if isinstance(key, str) and key in constants]:
-            yield from _switch(value, key, f"{where}[{key!r}]", value[key], constants, True)
-    elif isinstance(value, ModuleType):
-        if not is_library(getattr(value, "__file__", None) or "<frozen"):
-            for name in sorted(names & set(vars(value))):
-                inner = vars(value)[name]
-                yield from _switch(
-                    vars(value), name, f"{where}.{name}", inner, constants, _assigned(vars(value), name)
-                )
-                yield from _search(inner, seen, depth - 1)
-    elif isinstance(value, FunctionType):
-        yield from _search(value, seen, depth - 1)
-    elif not _foreign(value if inspect.isclass(value) else type(value)):
-        attributes = getattr(value, "__dict__", {})
-        for name in sorted(names & set(attributes)):
-            yield from _switch(value, name, f"{where}.{name}", attributes[name], constants, True)
-        yield from _search(value, seen, depth - 1)
-    elif type(value).__name__ == "SimpleNamespace":
-        for name in sorted(names & set(vars(value))):
-            yield from _switch(value, name, f"{where}.{name}", vars(value)[name], constants, True)
+    def _value(self, value: Any, where: str, reader: _Reader, depth: int) -> None:
+        """Search a value that code refers to."""
+        if isinstance(value, list | tuple):
+            for item in value:
+                self.follow(item, depth - 1)
+        elif isinstance(value, dict):
+            for key in [key for key in value if isinstance(key, str) and key in reader.constants]:
+                self._add(value, key, f"{where}[{key!r}]", reader, True)
+        elif isinstance(value, ModuleType):
+            if not is_library(getattr(value, "__file__", None) or "<frozen"):
+                space = vars(value)
+                for name in reader.read_from(space):
+                    self._add(space, name, f"{where}.{name}", reader, _assigned(space, name))
+                    self.follow(space[name], depth - 1)
+        elif isinstance(value, FunctionType):
+            self.follow(value, depth - 1)
+        elif isinstance(value, SimpleNamespace) or not _foreign(
+            value if inspect.isclass(value) else type(value)
+        ):
+            for name in reader.read_from(getattr(value, "__dict__", {})):
+                self._add(value, name, f"{where}.{name}", reader, True)
+            self.follow(value, depth - 1)
 
-
-def _switch(
-    holder: Any, name: str, where: str, value: Any, constants: list[Any], assigned: bool
-) -> Iterator[Switch]:
-    if isinstance(value, bool):
-        yield Switch(holder, name, where, value, not value)
-    elif assigned and isinstance(value, str | int | float):
-        others = [
-            c for c in constants if type(c) is type(value) and c != value and not _is_name(c, constants)
-        ]
+    def _add(self, holder: Any, name: str, where: str, reader: _Reader, assigned: bool) -> None:
+        """Add a name or key of a holder, if it is a switch."""
+        value = holder[name] if isinstance(holder, dict) else vars(holder)[name]
+        if isinstance(value, bool):
+            others: list[Any] = [not value]
+        elif assigned and isinstance(value, str | int | float):
+            others = [c for c in reader.alternatives if type(c) is type(value) and c != value]
+        else:
+            return
         if others:
-            yield Switch(holder, name, where, value, others[0])
+            self.found.setdefault((id(holder), name), Switch(holder, name, where, value, others[0]))
 
 
-def _is_name(constant: Any, constants: list[Any]) -> bool:
-    """Whether a string constant is a docstring."""
-    return isinstance(constant, str) and (
-        " " in constant or constant == (constants[0] if constants else None)
-    )
+@dataclass(frozen=True)
+class _Reader:
+    """The names and constants in the code of a function, with the functions inside of it."""
+
+    names: frozenset[str]
+    constants: list[Any]
+
+    @classmethod
+    def of(cls, code: CodeType) -> _Reader:
+        codes = list(_codes(code))
+        names = frozenset(name for each in codes for name in each.co_names)
+        return cls(names, [value for each in codes for value in each.co_consts])
+
+    def read_from(self, space: Mapping[str, Any]) -> list[str]:
+        """The names of a module or object that the code may read."""
+        return sorted(self.names & set(space))
+
+    @property
+    def alternatives(self) -> list[Any]:
+        """The constants without docstrings and other sentences."""
+        return [
+            c for c in self.constants if not (isinstance(c, str) and (" " in c or c == self.constants[0]))
+        ]
 
 
-def _assigned(space: dict[str, Any], name: str) -> bool:
+def _assigned(space: Mapping[str, Any], name: str) -> bool:
     """Whether a function of a module assigns one of its names."""
     return any(
-        name in code.co_names and _stores(code, name)
+        name in code.co_names
+        and any(i.opname == "STORE_GLOBAL" and i.argval == name for i in dis.get_instructions(code))
         for value in list(space.values())
         if isinstance(value, FunctionType) and value.__globals__ is space
         for code in _codes(value.__code__)
     )
-
-
-def _stores(code: CodeType, name: str) -> bool:
-    return any(i.opname == "STORE_GLOBAL" and i.argval == name for i in dis.get_instructions(code))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -497,21 +548,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - empty ones raise
-    except ValueError:
-        return False
-    return True
-
-
 def _foreign(cls: Any) -> bool:
     """Whether a class is built in or belongs to a library."""
-    module = sys.modules.get(getattr(cls, "__module__", ""), None)
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return getattr(cls, "__module__", "") != "__main__"
-    return is_library(file)
+    name = getattr(cls, "__module__", "")
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name != "__main__" if file is None else is_library(file)
 
 
 Note = tuple[str, str, str | None]
@@ -526,7 +567,7 @@ def changed(
     return [
         (kind, text.format(index), line)
         for index, (a, b) in enumerate(zip(now, before, strict=True))
-        if not _same(a, b)
+        if not same_values(a, b)
     ]
 
 
@@ -578,7 +619,7 @@ class Watch:
         found = [
             ("gradient-overwritten", f"{name}.backward writes into its incoming gradient", line)
             for name, line, grad, copy in self._handed
-            if not _same(grad, copy)
+            if not same_values(grad, copy)
         ]
         return list(dict.fromkeys(found))
 
@@ -589,5 +630,6 @@ def _local(x: Tensor) -> Tensor:
     return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors are equal, with NaN equal to NaN."""
     return torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, GradcheckError, RankError, message
+from gradmesh.errors import GradcheckError, RankError, message
 from gradmesh.launch import Ranks
 from gradmesh.verify.gradients.diagnosis import diagnosed
+from gradmesh.verify.gradients.inputs import objective_check, raise_first, refuse_invalid
 from gradmesh.verify.gradients.program import Measured, Objective, Options, exchanged, measure
 from gradmesh.verify.gradients.report import (
     NONE_FITS,
@@ -110,7 +113,7 @@ def gradcheck(
     options = Options(objective, order, forward, full, eps, directions, seed, ordered, atol, rtol)
     _refuse_wrong(options, inputs, world_size)
     start = time.perf_counter()
-    given = inputs if callable(inputs) else _Listed(inputs)
+    given = inputs if callable(inputs) else functools.partial(operator.getitem, inputs)
     if world_size is None:
         report = _on_ranks(lambda job, *args: exchanged(job(*args)), fn, given, options, diagnose)
     else:
@@ -122,16 +125,6 @@ def gradcheck(
     return report
 
 
-class _Listed:
-    """Inputs passed as a list, one item per rank."""
-
-    def __init__(self, each: Sequence[object]) -> None:
-        self.each = each
-
-    def __call__(self, rank: int) -> object:
-        return self.each[rank]
-
-
 def _on_ranks(
     run: Callable[..., list[Any]],
     fn: Callable[..., Tensor],
@@ -141,9 +134,7 @@ def _on_ranks(
 ) -> GradcheckReport:
     """Measure on every rank, compare, and diagnose a failure."""
     found: list[Measured] = run(measure, fn, inputs, options)
-    for rank in found:
-        if rank.problem is not None:
-            raise rank.problem
+    raise_first([rank.problem for rank in found])
 
     def again(wider: Options) -> list[Measured]:
         return run(measure, fn, inputs, wider)
@@ -188,43 +179,37 @@ def _reason(
 def _refuse_wrong(options: Options, inputs: Inputs, world_size: int | None) -> None:
     """Raise if an argument is invalid."""
     ranks = world_size if world_size is not None or not dist.is_initialized() else dist.get_world_size()
-    wrong: tuple[str, str, object] | None = None
-    remedy = ""
-    if options.objective not in ("sum", "mean", "replicated"):
-        wrong = "objective", "'sum', 'mean' or 'replicated'", options.objective
-        remedy = "pass objective='sum' unless a wrapper such as DDP averages the gradients ('mean')"
-    elif options.order not in (1, 2):
-        wrong = "order", "1 or 2", options.order
-        remedy = "pass order=1, or order=2 to check second-order gradients too"
-    elif options.order == 2 and options.objective == "mean":
-        wrong = (
+    refuse_invalid(
+        "verify.gradcheck",
+        objective_check(options.objective),
+        (
+            options.order in (1, 2),
             "order",
+            options.order,
+            "1 or 2",
+            "pass order=1, or order=2 to check second-order gradients too",
+        ),
+        (
+            options.order == 1 or options.objective != "mean",
+            "order",
+            options.order,
             "1 with objective='mean', since wrappers that average gradients do not support double backward",
-            2,
-        )
-        remedy = "pass order=1, or check the unwrapped module with objective='sum'"
-    elif not options.eps > 0:
-        wrong, remedy = ("eps", "a positive number", options.eps), "pass e.g. eps=1e-6"
-    elif options.directions < 1:
-        wrong, remedy = ("directions", "an int >= 1", options.directions), "pass e.g. directions=2"
-    elif ranks is None:
-        wrong = "world_size", "a number of ranks, or an initialized world", None
-        remedy = "pass e.g. world_size=2, or call gm.init() first on every rank"
-    elif not callable(inputs) and (not isinstance(inputs, list | tuple) or len(inputs) != ranks):
-        wrong = "inputs", f"a function of the rank, or a list of {ranks} items, one per rank", _shown(inputs)
-        remedy = "pass e.g. inputs=lambda rank: (torch.randn(3),)"
-    if wrong is not None:
-        name, expected, got = wrong
-        raise ArgumentError(
-            message(
-                f"invalid {name}",
-                op="verify.gradcheck",
-                expected=expected,
-                got=f"{name}={got!r}",
-                remedy=remedy,
-            )
-        )
-
-
-def _shown(inputs: object) -> str:
-    return f"{len(inputs)} items" if isinstance(inputs, list | tuple) else type(inputs).__name__
+            "pass order=1, or check the unwrapped module with objective='sum'",
+        ),
+        (options.eps > 0, "eps", options.eps, "a positive number", "pass e.g. eps=1e-6"),
+        (options.directions >= 1, "directions", options.directions, "an int >= 1", "pass e.g. directions=2"),
+        (
+            ranks is not None,
+            "world_size",
+            None,
+            "a number of ranks, or an initialized world",
+            "pass e.g. world_size=2, or call gm.init() first on every rank",
+        ),
+        (
+            callable(inputs) or (isinstance(inputs, list | tuple) and len(inputs) == ranks),
+            "inputs",
+            f"{len(inputs)} items" if isinstance(inputs, list | tuple) else type(inputs).__name__,
+            f"a function of the rank, or a list of {ranks} items, one per rank",
+            "pass e.g. inputs=lambda rank: (torch.randn(3),)",
+        ),
+    )

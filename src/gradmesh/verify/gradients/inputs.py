@@ -413,6 +413,28 @@ def invalid(
     return kind(message(problem, op=op, expected=expected, got=got, remedy=remedy))
 
 
+Check = tuple[bool, str, object, str, str]
+"""Whether an argument is valid, its name, its value, what is expected, and the remedy."""
+
+
+def refuse_invalid(op: str, *checks: Check) -> None:
+    """Raise for the first argument that is invalid."""
+    for valid, name, got, expected, remedy in checks:
+        if not valid:
+            raise invalid(f"invalid {name}", expected, f"{name}={got!r}", remedy, op=op)
+
+
+def objective_check(objective: str) -> Check:
+    """The check of the argument `objective`."""
+    return (
+        objective in ("sum", "mean", "replicated"),
+        "objective",
+        objective,
+        "'sum', 'mean' or 'replicated'",
+        "pass objective='sum' unless a wrapper such as DDP averages the gradients ('mean')",
+    )
+
+
 def raise_first(problems: list[GradmeshError | None]) -> None:
     """Raise the problem of the first rank that has one."""
     for problem in problems:

@@ -8,7 +8,8 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradmesh.autograd.ordered import ordered
-from gradmesh.errors import ArgumentError, GradcheckError, GradmeshError, RankError, ShapeError, message
+from gradmesh.errors import GradcheckError, GradmeshError, RankError, ShapeError, message
 from gradmesh.launch import Ranks
 from gradmesh.types import Type
 from gradmesh.verify.gradients import diagnosis as h
@@ -28,7 +29,10 @@ from gradmesh.verify.gradients.inputs import (
     averaged_parameters,
     chosen,
     invalid,
+    objective_check,
     part_of,
+    raise_first,
+    refuse_invalid,
     unusable,
 )
 from gradmesh.verify.gradients.program import Objective, Options, exchanged
@@ -122,6 +126,7 @@ class Plan:
     module: Callable[[], nn.Module] | None
     parallel: Callable[[nn.Module], nn.Module] | None
     parameters: Mapping[str, Placement]
+    objective: Objective
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int
     in_order: bool
@@ -129,15 +134,11 @@ class Plan:
     """(rank, world size) of the shard of the inputs that the single process gets; None: the full inputs."""
 
 
-@dataclass
-class Step:
-    """The results of one step on a rank: the loss, values, gradients and new parameters; DTensors as full tensors."""
+Step = dict[tuple[str, str], Tensor | None]
+"""The results of one step on a rank, by kind (as in `Deviation`) and name; DTensors as full tensors.
 
-    loss: float
-    values: dict[str, Tensor] = field(default_factory=dict)
-    input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+The loss is the rank's term of the objective.
+"""
 
 
 @dataclass
@@ -188,20 +189,25 @@ def train(plan: Plan, single: bool) -> Trained:
                 order.backward(loss)
             else:
                 loss.backward()
-        step = Step(
-            0.0 if loss is None else float(loss.detach()),
-            {name: _whole(x.detach()) for name, x in values.items()},
-        )
-        step.input_gradients = {
-            name: None if x.grad is None else x.grad.clone() for name, x in leaves.items()
-        }
-        _sum_shares(plan, {name: p for name, p in named.items() if name not in result.whole}, single)
-        step.gradients = {name: None if p.grad is None else _whole(p.grad) for name, p in named.items()}
+        term = 0.0 if loss is None else float(loss.detach())
+        if plan.objective == "mean" and not single:
+            term /= dist.get_world_size()
+        step: Step = {("loss", "loss"): torch.tensor(term, dtype=torch.float64)}
+        step |= {("value", name): _whole(x.detach()) for name, x in values.items()}
+        if not single:
+            _sum_shares(plan, {name: p for name, p in named.items() if name not in result.whole})
+        for name, x in {**leaves, **named}.items():
+            step["gradient", name] = None if x.grad is None else _whole(x.grad)
         if optimizer is not None:
             optimizer.step()
-        step.parameters = {name: _whole(parameter.detach()) for name, parameter in named.items()}
+        step |= {("parameter", name): _whole(parameter.detach()) for name, parameter in named.items()}
         result.steps.append(step)
     return result
+
+
+def names_of(kind: str, step: Step) -> list[str]:
+    """The names of the results of a kind."""
+    return [name for of, name in step if of == kind]
 
 
 def _agreed(result: Trained, problem: GradmeshError | None) -> bool:
@@ -215,14 +221,12 @@ def _unusable(returned: object, in_order: bool) -> GradmeshError | None:
     loss, values = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     rank = dist.get_rank()
     if not isinstance(values, dict) or not all(isinstance(x, Tensor) for x in values.values()):
-        return ArgumentError(
-            message(
-                "invalid second return value",
-                op=_OP,
-                expected="a loss, or a loss and a dict of tensors",
-                got=f"a loss and a {type(values).__name__} on rank {rank}",
-                remedy='return e.g. loss, {"logits": logits}',
-            )
+        return invalid(
+            "invalid second return value",
+            "a loss, or a loss and a dict of tensors",
+            f"a loss and a {type(values).__name__} on rank {rank}",
+            'return e.g. loss, {"logits": logits}',
+            op=_OP,
         )
     return unusable(loss, in_order, rank, _OP, double=False)
 
@@ -233,7 +237,7 @@ def _whole(x: Tensor) -> Tensor:
 
 def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """This rank's module with the single process's parameter values, and its parameters by single-process name."""
-    reference = _only(plan.module)
+    reference = copy.deepcopy(nn.Module() if plan.module is None else plan.module()).double()
     whole = dict(reference.named_parameters())
     if single:
         return reference, whole
@@ -243,43 +247,33 @@ def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     for full, parameter in module.named_parameters():
         name = next((n for n in (full, full.removeprefix("module.")) if n in whole), None)
         if name is None:
-            raise ArgumentError(
-                message(
-                    "unknown parameter name in the parallel module",
-                    op=_OP,
-                    expected="a name of the single-process module: " + ", ".join(whole),
-                    got=full,
-                    remedy="keep the parameter names of `module` in parallel(); only the prefix 'module.' may be added",
-                )
+            raise invalid(
+                "unknown parameter name in the parallel module",
+                "a name of the single-process module: " + ", ".join(whole),
+                full,
+                "keep the parameter names of `module` in parallel(); only the prefix 'module.' may be added",
+                op=_OP,
             )
         named[name] = parameter
         if isinstance(parameter, DTensor):
             continue
         part = part_of(whole[name].detach(), chosen(plan.parameters, name, Type.R), rank, ranks)
         if part.shape != parameter.shape:
-            raise ShapeError(
-                message(
-                    "the shape of a parameter does not match its placement",
-                    op=_OP,
-                    expected=f"{name} of shape {list(part.shape)} on rank {rank}",
-                    got=f"shape {list(parameter.shape)}",
-                    remedy=f"pass how it is sharded, e.g. parameters={{{name!r}: gm.verify.Shard(dim=0)}}",
-                )
+            raise invalid(
+                "the shape of a parameter does not match its placement",
+                f"{name} of shape {list(part.shape)} on rank {rank}",
+                f"shape {list(parameter.shape)}",
+                f"pass how it is sharded, e.g. parameters={{{name!r}: gm.verify.Shard(dim=0)}}",
+                ShapeError,
+                op=_OP,
             )
         with torch.no_grad():
             parameter.copy_(part)
     return module, named
 
 
-def _only(module: Callable[[], nn.Module] | None) -> nn.Module:
-    made = module() if module is not None else nn.Module()
-    return copy.deepcopy(made).double()
-
-
-def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> None:
+def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
     """Sum the gradients of replicated parameters over the ranks."""
-    if single:
-        return
     for name, parameter in named.items():
         if chosen(plan.parameters, name, Type.R) is Type.R:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -289,7 +283,41 @@ def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> 
             parameter.grad = grad if bool(present) else None
 
 
-def placed(given: Sequence[object], place: tuple[int, int] | None) -> tuple[list[Any], dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Argument:
+    """One of the full inputs.
+
+    Attributes:
+        name: its name in reports.
+        value: a tensor in double precision, or any other object.
+        placement: how it is placed on the ranks; None: the same constant on every rank.
+        compared: whether its gradient is compared.
+    """
+
+    name: str
+    value: Any
+    placement: Placement | None
+    compared: bool
+
+
+def arguments(given: object) -> list[Argument]:
+    """The full inputs of a step."""
+    found = []
+    for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
+        value = x.value if isinstance(x, Shard | Input) else x
+        placement: Placement | None = x if isinstance(x, Shard) else None
+        if isinstance(x, Input) and isinstance(x.type, Type):
+            placement = x.type
+        compared = placement is not None and not (isinstance(x, Shard) and x.constant)
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            value = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        else:
+            compared = False
+        found.append(Argument(f"inputs[{i}]", value, placement, compared))
+    return found
+
+
+def placed(given: object, place: tuple[int, int] | None) -> tuple[list[Any], dict[str, Tensor]]:
     """A rank's arguments, and those tensors among them whose gradients are compared.
 
     Args:
@@ -297,24 +325,14 @@ def placed(given: Sequence[object], place: tuple[int, int] | None) -> tuple[list
         place: (rank, world size); None: the full inputs.
     """
     args, leaves = [], {}
-    for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
-        placement: Placement | None = x if isinstance(x, Shard) else None
-        compared = isinstance(x, Shard) and not x.constant
-        if isinstance(x, Input) and isinstance(x.type, Type):
-            placement, compared = x.type, True
-        value = x.value if isinstance(x, Shard | Input) else x
-        if not isinstance(value, Tensor):
-            args.append(value)
-            continue
-        if value.is_floating_point() or value.is_complex():
-            value = value.to(torch.complex128 if value.is_complex() else torch.float64)
-        else:
-            compared = False
-        if placement is not None and place is not None:
-            value = part_of(value, placement, *place)
-        value = value.detach().clone()
-        if compared:
-            leaves[f"inputs[{i}]"] = value.requires_grad_()
+    for each in arguments(given):
+        value = each.value
+        if isinstance(value, Tensor):
+            if each.placement is not None and place is not None:
+                value = part_of(value, each.placement, *place)
+            value = value.detach().clone().requires_grad_(each.compared)
+        if each.compared:
+            leaves[each.name] = value
         args.append(value)
     return args, leaves
 
@@ -325,93 +343,49 @@ class Comparison:
 
     Attributes:
         report: the report.
-        parameters: the placement of parameters on the ranks.
+        plan: the plan of the ranks.
         outputs: the placement of returned values.
-        objective: how the losses are combined.
         rtol: the tolerance of an element relative to the largest of its tensor.
         atol: the absolute tolerance.
         whole: the parameters that are available in full on every rank.
     """
 
     report: SingleReport
-    parameters: Mapping[str, Placement]
+    plan: Plan
     outputs: Mapping[str, Placement]
-    objective: Objective
     rtol: float
     atol: float
-    whole: frozenset[str] = frozenset()
+    whole: set[str]
 
-    def step(self, number: int, single: Step, ranks: list[Step], given: Sequence[object]) -> None:
-        """Compare one step.
+    def step(self, number: int, single: Step, ranks: list[Step]) -> None:
+        """Compare one step: each rank's tensor, or their sum, with the corresponding one of the single process."""
+        inputs = {each.name: each.placement for each in arguments(self.plan.inputs(number))}
+        for (kind, name), expected in single.items():
+            found = [rank.get((kind, name)) for rank in ranks]
+            if expected is None and all(each is None for each in found):
+                continue
+            placement = inputs.get(name) if kind == "gradient" else None
+            placement = self._placement(kind, name) if placement is None else placement
+            deviation = partial(Deviation, number, kind, name)
+            if placement is Type.R:
+                there = [each for each in found if each is not None]
+                self._pair(partial(deviation, None), expected, torch.stack(there).sum(0) if there else None)
+                continue
+            for rank, each in enumerate(found):
+                part = None if expected is None else part_of(expected, placement, rank, len(found))
+                self._pair(partial(deviation, rank), part, each)
 
-        Args:
-            number: its index.
-            single: the step of the single process.
-            ranks: the step of each rank.
-            given: the full inputs.
-        """
-        self._losses(number, single, ranks)
-        for name, value in single.values.items():
-            placement = chosen(self.outputs, name, Type.I)
-            self._tensors(number, "value", name, value, [rank.values.get(name) for rank in ranks], placement)
-        for name, placement in compared_inputs(given).items():
-            found = [rank.input_gradients.get(name) for rank in ranks]
-            self._tensors(number, "gradient", name, single.input_gradients[name], found, placement)
-        for kind in ("gradient", "parameter"):
-            for name, parameter in single.parameters.items():
-                expected = single.gradients[name] if kind == "gradient" else parameter
-                found = [
-                    (rank.gradients if kind == "gradient" else rank.parameters).get(name) for rank in ranks
-                ]
-                placement = Type.I if name in self.whole else chosen(self.parameters, name, Type.I)
-                # Training already summed the ranks' contributions to a replicated parameter.
-                self._tensors(
-                    number, kind, name, expected, found, Type.I if placement is Type.R else placement
-                )
-
-    def _losses(self, number: int, single: Step, ranks: list[Step]) -> None:
-        losses = [torch.tensor(rank.loss, dtype=torch.float64) for rank in ranks]
-        expected = torch.tensor(single.loss, dtype=torch.float64)
-        if self.objective == "mean":
-            losses = [loss / len(ranks) for loss in losses]
-        self._tensors(
-            number,
-            "loss",
-            "loss",
-            expected,
-            list(losses),
-            Type.I if self.objective == "replicated" else Type.R,
-        )
-
-    def _tensors(
-        self,
-        number: int,
-        kind: str,
-        name: str,
-        expected: Tensor | None,
-        found: list[Tensor | None],
-        placement: Placement,
-    ) -> None:
-        """Compare each rank's tensor, or their sum, with the corresponding one of the single process."""
-        if expected is None and all(each is None for each in found):
-            return
-        if placement is Type.R:
-            there = [each for each in found if each is not None]
-            total = torch.stack(there).sum(0) if there else None
-            self._pair(number, kind, name, None, expected, total)
-            return
-        for rank, each in enumerate(found):
-            part = None if expected is None else part_of(expected, placement, rank, len(found))
-            self._pair(number, kind, name, rank, part, each)
+    def _placement(self, kind: str, name: str) -> Placement:
+        if kind == "loss":
+            return Type.I if self.plan.objective == "replicated" else Type.R
+        if kind == "value":
+            return chosen(self.outputs, name, Type.I)
+        placement = Type.I if name in self.whole else chosen(self.plan.parameters, name, Type.I)
+        # Training already summed the ranks' contributions to a replicated parameter.
+        return Type.I if placement is Type.R else placement
 
     def _pair(
-        self,
-        number: int,
-        kind: str,
-        name: str,
-        rank: int | None,
-        expected: Tensor | None,
-        found: Tensor | None,
+        self, deviation: Callable[..., Deviation], expected: Tensor | None, found: Tensor | None
     ) -> None:
         self.report.compared += 1
         either = expected if expected is not None else found
@@ -424,24 +398,7 @@ class Comparison:
         error = float((got - expected).abs().max()) if alike else float("inf")
         if not error <= self.atol + self.rtol * size:
             shapes = None if alike else (tuple(got.shape), tuple(expected.shape))
-            self.report.deviations.append(Deviation(number, kind, name, rank, error, size, shapes))
-
-
-def compared_inputs(given: Sequence[object]) -> dict[str, Placement]:
-    """The placement, by name, of the inputs whose gradients are compared."""
-    result: dict[str, Placement] = {}
-    for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
-        if isinstance(x, Shard) and not x.constant:
-            result[f"inputs[{i}]"] = x
-        elif isinstance(x, Input) and isinstance(x.type, Type):
-            result[f"inputs[{i}]"] = x.type
-    return {name: place for name, place in result.items() if _differentiable(given, name)}
-
-
-def _differentiable(given: Sequence[object], name: str) -> bool:
-    x = given[int(name[len("inputs[") : -1])] if isinstance(given, tuple | list) else given
-    value = x.value if isinstance(x, Shard | Input) else x
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+            self.report.deviations.append(deviation(error, size, shapes))
 
 
 Run = Callable[..., list[Any]]
@@ -455,7 +412,6 @@ def why(
     single_plan: Plan,
     single: Step,
     ranks: Sequence[Step],
-    objective: Objective,
 ) -> Diagnosis | None:
     """Explain deviations in the first step; None if it has none, or none that can be explained.
 
@@ -467,22 +423,23 @@ def why(
         single_plan: the plan of the single process.
         single: its first step.
         ranks: the first step of each rank.
-        objective: how the ranks' losses are combined.
     """
     kinds = {each.kind for each in report.deviations if each.step == 0}
     try:
         if "loss" in kinds:
-            losses = [step.loss for step in ranks]
-            whole = losses[0] if objective == "replicated" else sum(losses)
-            return _local_means(
-                run_single, single_plan, single, ranks, whole / (len(ranks) if objective == "mean" else 1)
-            )
-        return _gradients_only(run, plan, objective) if "gradient" in kinds else None
+            losses = [_loss(step) for step in ranks]
+            whole = losses[0] if plan.objective == "replicated" else sum(losses)
+            return _local_means(run_single, single_plan, single, len(ranks), whole)
+        return _gradients_only(run, plan) if "gradient" in kinds else None
     except RankError as error:
         return Diagnosis(NONE_FITS, f"the diagnosis failed: {str(error).splitlines()[0]}")
 
 
-def _gradients_only(run: Run, plan: Plan, objective: Objective) -> Diagnosis:
+def _loss(step: Step) -> float:
+    return float(cast("Tensor", step["loss", "loss"]))
+
+
+def _gradients_only(run: Run, plan: Plan) -> Diagnosis:
     """Explain wrong gradients of a program whose losses are correct."""
 
     def fn(*args: Any) -> Tensor:
@@ -490,9 +447,8 @@ def _gradients_only(run: Run, plan: Plan, objective: Objective) -> Diagnosis:
         loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
         return loss
 
-    found = diagnosed(
-        run, fn, lambda rank: _typed(plan, rank), Options(objective=objective, in_order=plan.in_order)
-    )
+    options = Options(objective=plan.objective, in_order=plan.in_order)
+    found = diagnosed(run, fn, lambda rank: _typed(plan, rank), options)
     if plan.module is not None:
         found.names = [name.removeprefix("inputs[0].").removeprefix("module.") for name in found.names]
     return found
@@ -511,21 +467,16 @@ def _typed(plan: Plan, rank: int) -> list[object]:
                 types[full] = Type.V if isinstance(place, Shard) else place
         result.append(Input(module, types))
     given = plan.inputs(0)
-    listed = list(given) if isinstance(given, tuple | list) else [given]
-    args, _ = placed(listed, (rank, torch.distributed.get_world_size()))
-    for x, arg in zip(listed, args, strict=True):
-        if isinstance(x, Shard):
-            result.append(Input(arg, None if x.constant else Type.V))
-        elif isinstance(arg, Tensor):
-            result.append(Input(arg, x.type if isinstance(x, Input) else None))
-        else:
-            result.append(arg)
+    args, leaves = placed(given, (rank, dist.get_world_size()))
+    for each, arg in zip(arguments(given), args, strict=True):
+        if isinstance(arg, Tensor):
+            kind = Type.V if isinstance(each.placement, Shard) else each.placement
+            arg = Input(arg, kind if each.name in leaves else None)
+        result.append(arg)
     return result
 
 
-def _local_means(
-    run_single: Run, plan: Plan, single: Step, ranks: Sequence[Step], objective: float
-) -> Diagnosis | None:
+def _local_means(run_single: Run, plan: Plan, single: Step, ranks: int, objective: float) -> Diagnosis | None:
     """Test whether the ranks average over their own rows and then over ranks; None if not.
 
     Runs the single process on each rank's shard. The hypothesis holds if the mean of these losses is the ranks'
@@ -535,21 +486,21 @@ def _local_means(
         run_single: runs a function on the single process.
         plan: the plan of the single process.
         single: its first step.
-        ranks: the first steps of the ranks.
+        ranks: the number of ranks.
         objective: the value of the ranks' objective.
     """
     parts: list[Trained] = [
-        run_single(train, dataclasses.replace(plan, part=(rank, len(ranks)), steps=1), True)[0]
-        for rank in range(len(ranks))
+        run_single(train, dataclasses.replace(plan, part=(rank, ranks), steps=1), True)[0]
+        for rank in range(ranks)
     ]
     if any(part.problem is not None for part in parts):
         return None
     steps = [part.steps[0] for part in parts]
-    mean = sum(step.loss for step in steps) / len(steps)
+    mean = sum(map(_loss, steps)) / ranks
     if abs(mean - objective) > 1e-9 * (1 + abs(mean)):
         return None
-    names = [name for name, grad in single.gradients.items() if grad is not None]
-    if not names or any(step.gradients[name] is None for step in steps for name in names):
+    names = [name for name in names_of("parameter", single) if single["gradient", name] is not None]
+    if not names or any(step["gradient", name] is None for step in steps for name in names):
         return None
     whole, columns = _flat(single, names), torch.stack([_flat(step, names) for step in steps], 1)
     weights = torch.linalg.lstsq(columns, whole.unsqueeze(1)).solution.squeeze(1)
@@ -560,15 +511,15 @@ def _local_means(
     shown = ", ".join(f"{float(weight):.4g}" for weight in weights)
     return Diagnosis(
         h.MEANS,
-        f"the ranks' losses are averaged with equal weights 1/{len(ranks)}; on a single process "
+        f"the ranks' losses are averaged with equal weights 1/{ranks}; on a single process "
         f"their rows have the weights {shown}",
         names,
-        list(range(len(ranks))),
+        list(range(ranks)),
     )
 
 
 def _flat(step: Step, names: Sequence[str]) -> Tensor:
-    return torch.cat([grad.reshape(-1) for name in names if (grad := step.gradients[name]) is not None])
+    return torch.cat([cast("Tensor", step["gradient", name]).reshape(-1) for name in names])
 
 
 Inputs = Callable[[int], Sequence[object]] | Sequence[object]
@@ -645,42 +596,32 @@ def same_as_single(
         >>> print(gm.verify.same_as_single(loss, inputs=(gm.verify.Shard(x),), module=make, world_size=2, steps=3))
         same_as_single on 2 ranks: all 33 losses, values, gradients and parameters are the same
     """
-    _refuse_wrong(objective, steps, world_size)
+    refuse_invalid(
+        _OP,
+        objective_check(objective),
+        (steps >= 1, "steps", steps, "an int >= 1", "pass e.g. steps=3"),
+        (world_size >= 1, "world_size", world_size, "an int >= 1", "pass e.g. world_size=2"),
+    )
     given = inputs if callable(inputs) else _Same(inputs)
     made = None if module is None else _Same(module())
     sgd = _sgd if optimizer is None else optimizer
-    places = parameters or {}
-
-    def plan(fn: Callable[..., Any]) -> Plan:
-        return Plan(fn, given, made, parallel, places, sgd, steps, ordered)
-
+    plan = Plan(distributed, given, made, parallel, parameters or {}, objective, sgd, steps, ordered)
+    single_plan = dataclasses.replace(plan, fn=reference or distributed)
     with (
         Ranks(1, backend, timeout, prefix=False) as single,
         Ranks(world_size, backend, timeout, prefix=False) as ranks,
     ):
-        (expected,) = single.run(train, plan(reference or distributed), True)
-        found = ranks.run(train, plan(distributed), False)
-        for each in (expected, *found):
-            if each.problem is not None:
-                raise each.problem
-        _check_names(expected, found, places, outputs or {})
-        whole = frozenset(found[0].whole)
-        comparison = Comparison(SingleReport(world_size), places, outputs or {}, objective, rtol, atol, whole)
+        (expected,) = single.run(train, single_plan, True)
+        found = ranks.run(train, plan, False)
+        raise_first([each.problem for each in (expected, *found)])
+        _check_names(expected, found, plan.parameters, outputs or {})
+        report = SingleReport(world_size)
+        comparison = Comparison(report, plan, outputs or {}, rtol, atol, found[0].whole)
         for number in range(steps):
-            theirs = [each.steps[number] for each in found]
-            comparison.step(number, expected.steps[number], theirs, given(number))
-        report = comparison.report
+            comparison.step(number, expected.steps[number], [each.steps[number] for each in found])
         if not report.ok and diagnose:
-            report.diagnosis = why(
-                report,
-                ranks.run,
-                single.run,
-                plan(distributed),
-                plan(reference or distributed),
-                expected.steps[0],
-                [each.steps[0] for each in found],
-                objective,
-            )
+            first = [each.steps[0] for each in found]
+            report.diagnosis = why(report, ranks.run, single.run, plan, single_plan, expected.steps[0], first)
     if raise_exception and not report.ok:
         raise GradcheckError(message(str(report)), report)
     return report
@@ -700,23 +641,6 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _refuse_wrong(objective: str, steps: int, world_size: int) -> None:
-    """Raise if an argument is invalid."""
-    for valid, name, got, expected, remedy in (
-        (
-            objective in ("sum", "mean", "replicated"),
-            "objective",
-            objective,
-            "'sum', 'mean' or 'replicated'",
-            "pass objective='sum' unless a wrapper such as DDP averages the gradients ('mean')",
-        ),
-        (steps >= 1, "steps", steps, "an int >= 1", "pass e.g. steps=3"),
-        (world_size >= 1, "world_size", world_size, "an int >= 1", "pass e.g. world_size=2"),
-    ):
-        if not valid:
-            raise invalid(f"invalid {name}", expected, f"{name}={got!r}", remedy, op=_OP)
-
-
 def _check_names(
     single: Trained,
     ranks: Sequence[Trained],
@@ -726,17 +650,17 @@ def _check_names(
     """Raise if a value is missing on one side, or a pattern matches no name."""
     for number, step in enumerate(single.steps):
         for rank, each in enumerate(ranks):
-            found = each.steps[number].values
-            if set(found) != set(step.values):
+            wanted, found = names_of("value", step), names_of("value", each.steps[number])
+            if set(found) != set(wanted):
                 raise invalid(
                     "the ranks and the single process return different values",
-                    f"{_listed(step.values)}, as on the single process",
+                    f"{_listed(wanted)}, as on the single process",
                     f"{_listed(found)} on rank {rank} in step {number}",
                     "return a dict with the same keys from both functions on every rank",
                     op=_OP,
                 )
-    values = {name for step in single.steps for name in step.values}
-    names = {name for step in single.steps for name in step.parameters}
+    values = {name for step in single.steps for name in names_of("value", step)}
+    names = {name for step in single.steps for name in names_of("parameter", step)}
     for argument, patterns, there in (("parameters", parameters, names), ("outputs", outputs, values)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in there):
