@@ -144,27 +144,23 @@ class Middleware(Transport):
         return self.through(self._sum(x), lambda: self.inner.fold(x, fold))
 
     def _sum(self, x: Tensor) -> Transfer:
-        payload, size = x.numel() * x.itemsize, self.axis.size
-        return Transfer("all_reduce", payload, 2 * payload * (size - 1) / size)
+        size = self.axis.size
+        return Transfer("all_reduce", x.nbytes, 2 * x.nbytes * (size - 1) / size)
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
         """Send the operand, on every rank but the root."""
-        payload = x.numel() * x.itemsize
-        transfer = Transfer("reduce", payload, 0 if self.axis.rank == root else payload)
+        transfer = Transfer("reduce", x.nbytes, 0 if self.axis.rank == root else x.nbytes)
         return self.through(transfer, lambda: self.inner.sum_at(x, root))
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
         """Send the operand to each other rank, at the root."""
-        payload = x.numel() * x.itemsize
-        transfer = Transfer(
-            "broadcast", payload, payload * (self.axis.size - 1) if self.axis.rank == root else 0
-        )
+        receivers = self.axis.size - 1 if self.axis.rank == root else 0
+        transfer = Transfer("broadcast", x.nbytes, x.nbytes * receivers)
         return self.through(transfer, lambda: self.inner.copy_from(x, root))
 
     def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
         """Send the operand, if it goes to another rank."""
-        payload = x.numel() * x.itemsize
-        transfer = Transfer("permute", payload, 0 if to in (None, self.axis.rank) else payload)
+        transfer = Transfer("permute", x.nbytes, 0 if to in (None, self.axis.rank) else x.nbytes)
         return self.through(transfer, lambda: self.inner.relay(x, to, source, shape))
 
     def compare(self) -> None:
@@ -173,12 +169,11 @@ class Middleware(Transport):
 
     def post(self, x: Tensor, peer: int, greeting: str) -> None:
         """Send the message."""
-        payload = x.numel() * x.itemsize
-        self.through(Transfer("send", payload, payload), lambda: self.inner.post(x, peer, greeting))
+        self.through(Transfer("send", x.nbytes, x.nbytes), lambda: self.inner.post(x, peer, greeting))
 
     def fetch(self, out: Tensor, peer: int, greeting: str) -> str | None:
         """The payload is the size of the received message."""
-        transfer = Transfer("recv", out.numel() * out.itemsize, 0)
+        transfer = Transfer("recv", out.nbytes, 0)
         return self.through(transfer, lambda: self.inner.fetch(out, peer, greeting))
 
     def withdraw_message(self, peer: int, said: str) -> None:

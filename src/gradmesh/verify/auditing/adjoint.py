@@ -161,7 +161,7 @@ def _isin(values: Tensor, among: Tensor) -> bool:
 
 
 _PROBES = 3
-"""Probes per pattern; `by_rank` needs more."""
+"""Probes per pattern; `Pairings.factors_by_rank` needs more."""
 
 _SORTED = 1024
 """The maximum number of readings to sort, because sorting compares all pairs."""

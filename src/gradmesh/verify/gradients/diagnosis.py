@@ -10,15 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradmesh.errors import RankError
 from gradmesh.types import Type
-from gradmesh.verify.gradients.calls import CONJ, DOUBLE, GATHERED, PART, SUM, Found, Trials, investigate
-from gradmesh.verify.gradients.program import Measured, Options, inner, measure
+from gradmesh.verify.gradients.calls import (
+    CONJ,
+    DOUBLE,
+    GATHERED,
+    PART,
+    SUM,
+    Found,
+    Place,
+    Trials,
+    investigate,
+)
+from gradmesh.verify.gradients.program import Measured, Options, Run, inner, measure
 from gradmesh.verify.gradients.report import NONE_FITS, Diagnosis, Slopes, Suspect, entries, slopes, tolerance
 from gradmesh.verify.laws import as_real
 
@@ -48,7 +57,7 @@ class Case:
     allowed: Tensor
 
     def is_(self, predicted: Tensor, factor: float = 1.0) -> bool:
-        """Whether the gradient equals a prediction."""
+        """Whether the gradient equals a prediction, which scales the tolerance if it contains a factor."""
         return self._near(self.got, predicted, factor)
 
     @property
@@ -56,14 +65,14 @@ class Case:
         """Whether the gradient is correct."""
         return self.is_(self.want)
 
-    def _near(self, got: Tensor, predicted: Tensor, factor: float = 1.0) -> bool:
-        return got.shape == predicted.shape and bool(
-            ((got - predicted).abs() <= self.allowed * max(1.0, abs(factor))).all()
-        )
-
-    def conjugate_is_right(self) -> bool:
+    @property
+    def conjugate_right(self) -> bool:
         """Whether the conjugate of the gradient is correct."""
         return self.conjugate is not None and self._near(self.conjugate, self.want)
+
+    def _near(self, got: Tensor, predicted: Tensor, factor: float = 1.0) -> bool:
+        allowed = self.allowed * max(1.0, abs(factor))
+        return got.shape == predicted.shape and bool(((got - predicted).abs() <= allowed).all())
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,6 @@ class Cases:
         self.all = [case for case in cases if case.name in wrong]
         self.bad = [case for case in self.all if not case.right]
         self.ranks, self.counts = ranks, counts
-        self._of: dict[tuple[str, int], Case] = {(case.name, case.rank): case for case in self.all}
 
     def others(self, case: Case) -> list[Case]:
         """The cases of the same leaf on other ranks along the same directions."""
@@ -97,6 +105,10 @@ class Cases:
             for other in self.all
             if other.name == case.name and other.rank != case.rank and other.want.shape == case.want.shape
         ]
+
+    def weights(self) -> list[float] | None:
+        """The factors of the ranks' terms for which they sum to the gradient; None if there are none."""
+        return self.solved(lambda case: None if case.terms is None else list(case.terms))
 
     def solved(self, columns: Callable[[Case], list[Tensor] | None]) -> list[float] | None:
         """The factors for which the columns sum to the gradient in all cases; None if there are none."""
@@ -107,18 +119,30 @@ class Cases:
                 return None
             rows.append(torch.stack(made, 1) / case.allowed.unsqueeze(1))
             found.append(case.got / case.allowed)
-        a, b = torch.cat(rows), torch.cat(found)
-        if a.shape[0] <= a.shape[1]:
+        a = torch.cat(rows)
+        if not bool((a.norm(dim=0) > 1).all()):
             return None
-        scale = a.norm(dim=0)
-        kept = scale > 1
-        if not bool(kept.all()):
-            return None
-        solution = torch.linalg.lstsq(a / scale, b.unsqueeze(1), driver="gelsd").solution.squeeze(1) / scale
-        if torch.linalg.matrix_rank(a / scale, rtol=1e-6) < a.shape[1]:
-            return None
-        close = (a @ solution - b).abs() <= max(1.0, float(solution.abs().max()))
-        return [float(x) for x in solution] if bool(close.all()) else None
+        factors = _fitted(a, torch.cat(found))
+        return None if factors is None else factors.tolist()
+
+
+def _fitted(columns: Tensor, wanted: Tensor) -> Tensor | None:
+    """The factors for which the columns sum to the wanted values; None if there are none, or not only one choice.
+
+    All values are in units of the tolerance. The factor of a column that is below it is 0.
+    """
+    size = columns.norm(dim=0)
+    there = size > 1
+    if not bool(there.any()) or columns.shape[0] <= columns.shape[1]:
+        return None
+    scaled = columns[:, there] / size[there]
+    if int(torch.linalg.matrix_rank(scaled, rtol=1e-6)) < scaled.shape[1]:
+        return None
+    factors = torch.zeros_like(size)
+    solution = torch.linalg.lstsq(scaled, wanted.unsqueeze(1), driver="gelsd").solution
+    factors[there] = solution.squeeze(1) / size[there]
+    allowed = max(1.0, float(factors.abs().max()))
+    return factors if bool(((columns @ factors - wanted).abs() <= allowed).all()) else None
 
 
 TIMES_W = "W times too large"
@@ -246,24 +270,20 @@ def _weighted(terms: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _conjugate(of: Cases) -> Fit | None:
-    if all(case.conjugate_is_right() for case in of.all if case.conjugate is not None) and all(
-        case.conjugate is not None for case in of.bad
-    ):
+    if all(case.conjugate_right for case in of.all if case.conjugate is not None or not case.right):
         return Fit(CONJUGATE, "the conjugate of each gradient is correct")
     return None
 
 
 def _some_losses(of: Cases) -> Fit | None:
     """The losses of some ranks do not contribute."""
-    weights = of.solved(lambda case: None if case.terms is None else list(case.terms))
+    weights = of.weights()
     if weights is None or not all(min(abs(w), abs(w - 1)) < 1e-4 for w in weights):
         return None
     left_out = [rank for rank, w in enumerate(weights) if abs(w) < 0.5]
-    return (
-        Fit(DROPPED, f"the contribution of the losses of ranks {_listed(left_out)} is missing")
-        if left_out
-        else None
-    )
+    if not left_out:
+        return None
+    return Fit(DROPPED, f"the contribution of the losses of ranks {_listed(left_out)} is missing")
 
 
 def _term(of: Cases) -> Fit | None:
@@ -287,7 +307,7 @@ def _term(of: Cases) -> Fit | None:
 
 def _one_loss(of: Cases) -> Fit | None:
     """The contributions of some ranks' losses have a factor."""
-    weights = of.solved(lambda case: None if case.terms is None else list(case.terms))
+    weights = of.weights()
     if weights is None:
         return None
     scaled = [(rank, w) for rank, w in enumerate(weights) if abs(w - 1) > 1e-4]
@@ -361,7 +381,7 @@ class _Fix:
 
 def suspects(
     diagnosis: Diagnosis,
-    run: Callable[[bool], list[Trials]],
+    run: Run,
     found: list[Measured],
     known: list[Slopes],
     options: Options,
@@ -371,23 +391,19 @@ def suspects(
 
     Args:
         diagnosis: the diagnosis from the gradients only.
-        run: runs the trials; True: changing one rank at a time.
+        run: runs a function on every rank.
         found: the measurements.
         known: the finite differences.
         options: the options of the check.
         rows: each rank's number of rows, if they differ.
     """
     vectors = _Vectors(found, known, options)
-    trials = run(False)
+    trials: list[Trials] = run(investigate, options)
     places = {each.place: each for rank in trials for each in rank.found}
-    fixes: list[_Fix] = []
-    for at, first in enumerate(trials[0].tried):
-        gradients = [rank.tried[at].gradients for rank in trials]
-        factors = vectors.fixing_factors([gradients], by_factor=first.how == DOUBLE)
-        if factors is not None:
-            fixes.append(_Fix(places[first.place], first.how, factors, at))
+    fixes = _fixes(trials, vectors, places, together=1)
     if not fixes and diagnosis.hypothesis in _VAGUE:
-        fixes = _one_rank_at_a_time(run(True), vectors, len(found))
+        # one rank at a time, to find a factor for each rank
+        fixes = _fixes(run(investigate, options, True), vectors, places, together=len(found))
     # Several changes may fix them: prefer user code over gradmesh, what is not the exact adjoint, and simple changes.
     exact = {first.place for at, first in enumerate(trials[0].tried) if _is_adjoint(trials, at)}
     fixes.sort(key=lambda each: (each.found.ours, each.found.place in exact, _complexity(each.how)))
@@ -407,15 +423,15 @@ def _is_adjoint(trials: list[Trials], at: int) -> bool:
     return all(local is not None and torch.allclose(local.got, local.want, rtol=1e-9) for local in found)
 
 
-def _one_rank_at_a_time(trials: list[Trials], vectors: _Vectors, ranks: int) -> list[_Fix]:
-    """The collectives that fix the gradients with one factor per rank."""
-    places = {each.place: each for rank in trials for each in rank.found}
+def _fixes(trials: list[Trials], vectors: _Vectors, places: dict[Place, Found], together: int) -> list[_Fix]:
+    """The changes that make every gradient correct, where so many trials in a row change one collective."""
     result = []
-    for at in range(0, len(trials[0].tried), ranks):
-        gradients = [[rank.tried[at + only].gradients for rank in trials] for only in range(ranks)]
-        factors = vectors.fixing_factors(gradients, by_factor=True)
+    for at in range(0, len(trials[0].tried), together):
+        first = trials[0].tried[at]
+        gradients = [[rank.tried[at + n].gradients for rank in trials] for n in range(together)]
+        factors = vectors.fixing_factors(gradients, by_factor=first.how == DOUBLE)
         if factors is not None:
-            result.append(_Fix(places[trials[0].tried[at].place], DOUBLE, factors, at))
+            result.append(_Fix(places[first.place], first.how, factors, at))
     return result
 
 
@@ -471,18 +487,8 @@ class _Vectors:
         if not by_factor:
             return [1.0] if bool(((changed[0] - self._want).abs() <= self._allowed).all()) else None
         through = torch.stack([(each - self.base) / self._allowed for each in changed], 1)
-        needed = (self._want - self.base) / self._allowed
-        size = through.norm(dim=0)
-        there = size > 1
-        if not bool(there.any()) or through.shape[0] <= through.shape[1]:
-            return None
-        columns = through[:, there] / size[there]
-        if int(torch.linalg.matrix_rank(columns, rtol=1e-6)) < columns.shape[1]:
-            return None
-        x = torch.zeros(len(size), dtype=torch.float64)
-        x[there] = torch.linalg.lstsq(columns, needed.unsqueeze(1)).solution.squeeze(1) / size[there]
-        fits = bool(((needed - through @ x).abs() <= max(1.0, float(x.abs().max()))).all())
-        return [1 + float(each) for each in x] if fits else None
+        factors = _fitted(through, (self._want - self.base) / self._allowed)
+        return None if factors is None else (1 + factors).tolist()
 
 
 def _evidence(fix: _Fix, ranks: int) -> str:
@@ -583,47 +589,32 @@ def _flat(x: Tensor) -> Tensor:
 
 def _likely(hypothesis: str, places: list[Found]) -> list[Suspect]:
     """If no change fixes the gradients: the collectives that are known to cause such an error."""
-    missing = hypothesis in (SUM_MISSING, ZERO_GRAD, DROPPED, NONE_FITS)
     raw = [each for each in places if each.raw]
-    forward_only = [each for each in places if not each.raw and not each.ours and not each.back]
-    both = [each for each in places if not each.raw and not each.ours and each.back]
-    result = []
-    if missing:
-        result += [
-            _suspect(each, "autograd does not differentiate it; use the gradmesh verb of that name", False)
-            for each in raw
-        ]
-        result += [
-            _suspect(each, "its forward calls a collective, its backward does not", False)
-            for each in forward_only
-        ]
-    else:
-        result += [_suspect(each, "its backward calls a collective", False) for each in both]
-    return result
+    own = [each for each in places if not each.raw and not each.ours]
+    if hypothesis not in (SUM_MISSING, ZERO_GRAD, DROPPED, NONE_FITS):
+        return [_suspect(each, "its backward calls a collective", False) for each in own if each.back]
+    undifferentiated = "autograd does not differentiate it; use the gradmesh verb of that name"
+    forward_only = "its forward calls a collective, its backward does not"
+    return [_suspect(each, undifferentiated, False) for each in raw] + [
+        _suspect(each, forward_only, False) for each in own if not each.back
+    ]
 
 
 _DIRECTIONS = 6
 
 
-def diagnosed(
-    run: Callable[..., list[Any]],
-    fn: Callable[..., Tensor],
-    inputs: Callable[[int], object],
-    options: Options,
-) -> Diagnosis:
+def diagnosed(run: Run, options: Options) -> Diagnosis:
     """Explain why first-order gradients are wrong.
 
     Args:
         run: runs a function on every rank.
-        fn: the program.
-        inputs: returns each rank's inputs.
         options: the options of the failed check.
     """
     split = options.objective != "replicated"
     closer = dataclasses.replace(
         options, order=1, forward=False, split=split, directions=max(_DIRECTIONS, options.directions)
     )
-    found: list[Measured] = run(measure, fn, inputs, closer)
+    found: list[Measured] = run(measure, closer)
     known = slopes(found, closer)
     every = cases(found, known, closer)
     wrong = [case for case in every if not case.right]
@@ -635,7 +626,7 @@ def diagnosed(
         diagnosis = Diagnosis(
             fits[0].name, fits[0].text, also=[f"{fit.name} ({fit.text})" for fit in fits[1:]]
         )
-    elif _smooth_alone(run, fn, inputs, options):
+    elif _smooth_alone(run, options):
         diagnosis = Diagnosis(
             PRECISION,
             "the gradients are correct to three digits only, so part of the program computes in a lower precision "
@@ -643,12 +634,8 @@ def diagnosed(
         )
     diagnosis.names = list(dict.fromkeys(case.name for case in wrong))
     diagnosis.ranks = sorted({case.rank for case in wrong})
-
-    def tried(one_by_one: bool) -> list[Trials]:
-        return run(investigate, fn, inputs, closer, one_by_one)
-
     try:
-        suspects(diagnosis, tried, found, known, closer, _rows(found))
+        suspects(diagnosis, run, found, known, closer, _rows(found))
     except RankError as error:
         diagnosis.also.append(f"collectives were not tested: {str(error).splitlines()[0]}")
     return diagnosis
@@ -695,12 +682,7 @@ def _rows(found: list[Measured]) -> Sequence[int] | None:
     return None
 
 
-def _smooth_alone(
-    run: Callable[..., list[Any]],
-    fn: Callable[..., Tensor],
-    inputs: Callable[[int], object],
-    options: Options,
-) -> bool:
+def _smooth_alone(run: Run, options: Options) -> bool:
     """Whether the gradients are correct with a much larger step and tolerance."""
     coarse = dataclasses.replace(options, order=1, forward=False, eps=1e-3, rtol=1e-3, atol=1e-3)
-    return all(entry.ok for entry in entries(run(measure, fn, inputs, coarse), coarse))
+    return all(entry.ok for entry in entries(run(measure, coarse), coarse))

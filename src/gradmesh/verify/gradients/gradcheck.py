@@ -6,7 +6,6 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +14,7 @@ from gradmesh.errors import GradcheckError, RankError, message
 from gradmesh.launch import Ranks
 from gradmesh.verify.gradients.diagnosis import diagnosed
 from gradmesh.verify.gradients.inputs import objective_check, raise_first, refuse_invalid
-from gradmesh.verify.gradients.program import Measured, Objective, Options, exchanged, measure
+from gradmesh.verify.gradients.program import Measured, Objective, Options, Run, exchanged, measure
 from gradmesh.verify.gradients.report import (
     NONE_FITS,
     TOO_FEW_DIGITS,
@@ -115,46 +114,30 @@ def gradcheck(
     start = time.perf_counter()
     given = inputs if callable(inputs) else functools.partial(operator.getitem, inputs)
     if world_size is None:
-        report = _on_ranks(lambda job, *args: exchanged(job(*args)), fn, given, options, diagnose)
+        report = _on_ranks(lambda job, *args: exchanged(job(fn, given, *args)), options, diagnose)
     else:
         with Ranks(world_size, backend, timeout, prefix=False) as ranks:
-            report = _on_ranks(ranks.run, fn, given, options, diagnose)
+            report = _on_ranks(lambda job, *args: ranks.run(job, fn, given, *args), options, diagnose)
     report.seconds = time.perf_counter() - start
     if raise_exception and not report.ok:
         raise GradcheckError(message(str(report)), report)
     return report
 
 
-def _on_ranks(
-    run: Callable[..., list[Any]],
-    fn: Callable[..., Tensor],
-    inputs: Callable[[int], object],
-    options: Options,
-    diagnose: bool,
-) -> GradcheckReport:
+def _on_ranks(run: Run, options: Options, diagnose: bool) -> GradcheckReport:
     """Measure on every rank, compare, and diagnose a failure."""
-    found: list[Measured] = run(measure, fn, inputs, options)
+    found: list[Measured] = run(measure, options)
     raise_first([rank.problem for rank in found])
-
-    def again(wider: Options) -> list[Measured]:
-        return run(measure, fn, inputs, wider)
-
     every = entries(found, options)
     hidden = any(entry.blurred and entry.ok for entry in every)
-    every = refined(every, again, options)
+    every = refined(every, lambda wider: run(measure, wider), options)
     report = GradcheckReport(len(found), options.objective, [rank.loss for rank in found], every)
     if not report.ok and diagnose:
-        report.diagnosis = _reason(report, run, fn, inputs, widest(options) if hidden else options)
+        report.diagnosis = _reason(report, run, widest(options) if hidden else options)
     return report
 
 
-def _reason(
-    report: GradcheckReport,
-    run: Callable[..., list[Any]],
-    fn: Callable[..., Tensor],
-    inputs: Callable[[int], object],
-    options: Options,
-) -> Diagnosis:
+def _reason(report: GradcheckReport, run: Run, options: Options) -> Diagnosis:
     modes = {entry.mode for entry in report.failed if not entry.unclear}
     if not modes:
         return Diagnosis(
@@ -171,7 +154,7 @@ def _reason(
         what = " and ".join(sorted(modes))
         return Diagnosis(NONE_FITS, f"the first-order gradients are correct; the {what} are wrong")
     try:
-        return diagnosed(run, fn, inputs, options)
+        return diagnosed(run, options)
     except RankError as error:
         return Diagnosis(NONE_FITS, f"the diagnosis failed: {str(error).splitlines()[0]}")
 

@@ -202,14 +202,12 @@ class RankInputs:
                 continue
             full = f"{name}.{path}"
             if parameter.dtype not in (torch.float64, torch.complex128):
-                raise DTypeError(
-                    message(
-                        "a module's parameter is not in double precision",
-                        op="verify.gradcheck",
-                        expected="float64 or complex128, because finite differences lose half of the digits",
-                        got=f"{full} of dtype {parameter.dtype}",
-                        remedy="call module.double() before wrapping or sharding the module",
-                    )
+                raise invalid(
+                    "a module's parameter is not in double precision",
+                    "float64 or complex128, because finite differences lose half of the digits",
+                    f"{full} of dtype {parameter.dtype}",
+                    "call module.double() before wrapping or sharding the module",
+                    DTypeError,
                 )
             base = local_part(parameter.detach()).clone()
             self.leaves[full] = Leaf(full, chosen, base, parameter)
@@ -265,14 +263,11 @@ def refuse_wrong_call(fn: Callable[..., object], args: list[Any]) -> None:
     try:
         signature.bind(*args)
     except TypeError as error:
-        raise ArgumentError(
-            message(
-                "the inputs do not match the function's signature",
-                op="verify.gradcheck",
-                expected=f"fn{signature}",
-                got=f"{len(args)} inputs: {error}",
-                remedy=f"return one value per parameter from inputs(rank): ({', '.join(signature.parameters)})",
-            )
+        raise invalid(
+            "the inputs do not match the function's signature",
+            f"fn{signature}",
+            f"{len(args)} inputs: {error}",
+            f"return one value per parameter from inputs(rank): ({', '.join(signature.parameters)})",
         ) from error
 
 
@@ -480,14 +475,12 @@ def part_of(whole: Tensor, placement: Placement, rank: int, ranks: int) -> Tenso
     total = whole.shape[placement.dim]
     sizes = list(balanced(total, ranks) if placement.sizes is None else placement.sizes)
     if len(sizes) != ranks or sum(sizes) != total:
-        raise ArgumentError(
-            message(
-                "the sizes of a shard do not add up to the tensor's size",
-                op="verify.same_as_single",
-                expected=f"{ranks} sizes that add up to {total}, the size along dim {placement.dim}",
-                got=f"sizes={tuple(sizes)}",
-                remedy=f"pass e.g. sizes={tuple(balanced(total, ranks))}, or leave sizes out for this balanced split",
-            )
+        raise invalid(
+            "the sizes of a shard do not add up to the tensor's size",
+            f"{ranks} sizes that add up to {total}, the size along dim {placement.dim}",
+            f"sizes={tuple(sizes)}",
+            f"pass e.g. sizes={tuple(balanced(total, ranks))}, or leave sizes out for this balanced split",
+            op="verify.same_as_single",
         )
     return whole.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
 

@@ -82,21 +82,39 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum()
 
 
+@dataclass(frozen=True)
+class Options:
+    """The options of a measurement; see `gradcheck`."""
+
+    objective: Objective = "sum"
+    order: int = 1
+    forward: bool = False
+    full: bool = False
+    eps: float = 1e-6
+    directions: int = 2
+    seed: int = 0
+    in_order: bool = False
+    atol: float = 1e-8
+    rtol: float = 1e-6
+    wide: bool = False
+    """Whether to also evaluate half steps and extrapolate (Richardson)."""
+    split: bool = False
+    """Whether to perturb a replicated leaf on one rank at a time, to find the rank whose gradient is wrong."""
+
+
+@dataclass(frozen=True)
 class Program:
     """A user function with this rank's inputs.
 
-    Args:
+    Attributes:
         fn: returns this rank's loss.
         inputs: its arguments.
-        objective: how the ranks' losses are combined.
-        seed: the seed of the cotangents of the second-order check.
-        in_order: whether forward and backward run inside `gradmesh.ordered()`.
+        options: how the ranks' losses are combined, and whether it runs inside `gradmesh.ordered()`.
     """
 
-    def __init__(
-        self, fn: Callable[..., Tensor], inputs: RankInputs, objective: Objective, seed: int, in_order: bool
-    ) -> None:
-        self.fn, self.inputs, self.objective, self.seed, self.in_order = fn, inputs, objective, seed, in_order
+    fn: Callable[..., Tensor]
+    inputs: RankInputs
+    options: Options
 
     def loss(self, offsets: Mapping[str, Tensor] | None = None) -> object:
         """The return value of the function, not validated, with some inputs shifted."""
@@ -160,8 +178,7 @@ class Program:
 
     def tangent(self, along: Mapping[str, Tensor]) -> Part:
         """The forward-mode derivative of this rank's part of the objective."""
-        in_order = ordered() if self.in_order else contextlib.nullcontext()
-        with forward_ad.dual_level(), self.inputs.duals(along) as args, in_order as order:
+        with forward_ad.dual_level(), self.inputs.duals(along) as args, self._in_order() as order:
             loss = self.fn(*args)
             moved = None if loss is None else forward_ad.unpack_dual(loss).tangent
             if order is not None:
@@ -172,40 +189,23 @@ class Program:
         """The cotangent of a gradient: the same on every rank unless the leaf varies."""
         varies = self.inputs.leaves[name].type is Type.V
         key = f"cotangent {name}" + (f" {dist.get_rank()}" if varies else "")
-        return direction(self.seed, key, 0, grad.shape, grad.dtype)
+        return direction(self.options.seed, key, 0, grad.shape, grad.dtype)
 
     def _counted(self, loss: object) -> Part:
         value = float(loss.detach()) if isinstance(loss, Tensor) else 0.0 if loss is None else float("nan")
-        if self.objective == "replicated":
+        if self.options.objective == "replicated":
             return Part(0.0, value)
-        return Part(value / (dist.get_world_size() if self.objective == "mean" else 1), 0.0)
+        return Part(value / (dist.get_world_size() if self.options.objective == "mean" else 1), 0.0)
 
     @contextlib.contextmanager
     def _called(self, offsets: Mapping[str, Tensor] | None) -> Iterator[tuple[Tensor | None, Order | None]]:
         with torch.enable_grad():
             args = self.inputs.args(offsets)
-            with ordered() if self.in_order else contextlib.nullcontext() as order:
+            with self._in_order() as order:
                 yield self.fn(*args), order
 
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a measurement; see `gradcheck`."""
-
-    objective: Objective = "sum"
-    order: int = 1
-    forward: bool = False
-    full: bool = False
-    eps: float = 1e-6
-    directions: int = 2
-    seed: int = 0
-    in_order: bool = False
-    atol: float = 1e-8
-    rtol: float = 1e-6
-    wide: bool = False
-    """Whether to also evaluate half steps and extrapolate (Richardson)."""
-    split: bool = False
-    """Whether to perturb a replicated leaf on one rank at a time, to find the rank whose gradient is wrong."""
+    def _in_order(self) -> contextlib.AbstractContextManager[Order | None]:
+        return ordered() if self.options.in_order else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -253,6 +253,10 @@ class Measured:
     problem: GradmeshError | None = None
 
 
+Run = Callable[..., list[Any]]
+"""`run(job, *args)` calls `job(fn, inputs, *args)` on every rank, for the checked program."""
+
+
 def exchanged(mine: Any) -> list[Any]:
     """all_gather_object: every rank's object, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -281,7 +285,7 @@ def prepared(
     raise_first([problem for problem, _ in received])
     everyones = [kept for _, kept in received]
     raise_first([disagreement(everyones)])
-    program = Program(fn, cast("RankInputs", taken), options.objective, options.seed, options.in_order)
+    program = Program(fn, cast("RankInputs", taken), options)
     loss = program.loss()
     raise_first(exchanged(unusable(loss, options.in_order, rank)))
     value = float(loss.detach()) if isinstance(loss, Tensor) else 0.0

@@ -401,13 +401,14 @@ class Comparison:
             self.report.deviations.append(deviation(error, size, shapes))
 
 
-Run = Callable[..., list[Any]]
+Launch = Callable[..., list[Any]]
+"""Runs a function with its arguments on every rank."""
 
 
 def why(
     report: SingleReport,
-    run: Run,
-    run_single: Run,
+    run: Launch,
+    run_single: Launch,
     plan: Plan,
     single_plan: Plan,
     single: Step,
@@ -439,7 +440,7 @@ def _loss(step: Step) -> float:
     return float(cast("Tensor", step["loss", "loss"]))
 
 
-def _gradients_only(run: Run, plan: Plan) -> Diagnosis:
+def _gradients_only(run: Launch, plan: Plan) -> Diagnosis:
     """Explain wrong gradients of a program whose losses are correct."""
 
     def fn(*args: Any) -> Tensor:
@@ -448,7 +449,8 @@ def _gradients_only(run: Run, plan: Plan) -> Diagnosis:
         return loss
 
     options = Options(objective=plan.objective, in_order=plan.in_order)
-    found = diagnosed(run, fn, lambda rank: _typed(plan, rank), options)
+    inputs = partial(_typed, plan)
+    found = diagnosed(lambda job, *args: run(job, fn, inputs, *args), options)
     if plan.module is not None:
         found.names = [name.removeprefix("inputs[0].").removeprefix("module.") for name in found.names]
     return found
@@ -476,7 +478,9 @@ def _typed(plan: Plan, rank: int) -> list[object]:
     return result
 
 
-def _local_means(run_single: Run, plan: Plan, single: Step, ranks: int, objective: float) -> Diagnosis | None:
+def _local_means(
+    run_single: Launch, plan: Plan, single: Step, ranks: int, objective: float
+) -> Diagnosis | None:
     """Test whether the ranks average over their own rows and then over ranks; None if not.
 
     Runs the single process on each rank's shard. The hypothesis holds if the mean of these losses is the ranks'
