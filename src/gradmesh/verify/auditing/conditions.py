@@ -187,12 +187,9 @@ def _complex_parts(subject: Subject, probe: Probe) -> _Compared:
     x, got = mapped(subject, probe)
     if any(subject.inputs[i].is_complex() for i in subject.operands):
         return _Compared()  # written for complex operands: a conjugate may be intended
-
-    def results(part: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad(), subject.differentiated(part) as graph:
-            return filled(graph.results)
-
-    real, imaginary = results([v.real.clone() for v in x]), results([v.imag.clone() for v in x])
+    with torch.no_grad():
+        real = filled(subject.call([v.real.clone() for v in x]))
+        imaginary = filled(subject.call([v.imag.clone() for v in x]))
     return _Compared(got, [torch.complex(a, b) for a, b in zip(real, imaginary, strict=True)])
 
 
