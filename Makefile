@@ -11,7 +11,7 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
-# The laws, the transports, the imports, the public API, and a few tests of each tool: under two minutes on two cores.
+# The laws, the transports, the imports, the public API, and a few tests of each tool.
 QUICK := laws transport public_api first_import errors report versions axis structure autodiff_modes agreement edges \
 	audit_inputs audit_pages gradcheck_digits checker_findings checker_baseline simulator_attack simulator_model \
 	same_as_single typed_rules balanced_sizes

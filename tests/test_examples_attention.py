@@ -15,6 +15,8 @@ from tools.attention.memory import peaks
 from tools.attention.timing import times
 from tools.attention.ways import WAYS, Case, step
 
+pytestmark = pytest.mark.fresh_ranks  # it measures memory
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "ring_attention.py"
 SMALL = ["--steps", "3", "--length", "26"]

@@ -35,7 +35,7 @@ from gradmesh.errors import ArgumentError, GradmeshError
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
 from tools.soak import soak_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.fresh_ranks]
 
 W = 4
 MIB = 1 << 20

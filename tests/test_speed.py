@@ -23,6 +23,8 @@ from gradmesh.transport.packing import empty as recycled
 from gradmesh.transport.packing import idle_bytes
 from tests.conftest import Run
 
+pytestmark = pytest.mark.fresh_ranks  # it measures memory
+
 WRONG = {("functional collectives", "broadcast", "backward")}
 """Its gradient is that of the local result, not the sum over the ranks."""
 
