@@ -3,8 +3,8 @@
     python examples/fno_burgers.py                                       # 4 thread ranks
     torchrun --nproc-per-node 4 examples/fno_burgers.py                  # 4 processes
 
-The solver, the operator and the training loop are in `gradmesh.demo.fno`. The parallel operator uses `gm.nn.HaloConv1d`
-and `gm.nn.SpectralConv`, and sums the error over the ranks.
+The solver, the operator and the training loop are in `gradmesh_demos.fno`. The parallel operator uses
+`gm.nn.HaloConv1d` and `gm.nn.SpectralConv`, and sums the error over the ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import argparse
 import os
 
 import torch
+from gradmesh_demos.fno import Job, data_of, dense_operator, train
 
 import gradmesh as gm
-from gradmesh.demo.fno.job import data_of, dense_operator, train
-from gradmesh.demo.fno.settings import Job
 
 Curve = list[tuple[float, float]]
 """The loss of each step, and the held-out error after its epoch."""

@@ -18,13 +18,13 @@ from ase import Atoms, units
 from ase.build import add_adsorbate, fcc111
 from ase.calculators.emt import EMT
 from ase.md.verlet import VelocityVerlet
+from gradmesh_demos.forces.dynamics import RankCalculator, started
+from gradmesh_demos.forces.layers import CUTOFF
+from gradmesh_demos.forces.parallel import Potential, figures
+from gradmesh_demos.forces.structures import Batch, Figures, batch_of, labelled
+from gradmesh_demos.forces.training import Learner, fitted, loss_of
 
 import gradmesh as gm
-from gradmesh.demo.forces.dynamics import RankCalculator, started
-from gradmesh.demo.forces.layers import CUTOFF
-from gradmesh.demo.forces.parallel import Potential, figures
-from gradmesh.demo.forces.structures import Batch, Figures, batch_of, labelled
-from gradmesh.demo.forces.training import Learner, fitted, loss_of
 from gradmesh.nn.graph import GraphPlan, by_space
 
 

@@ -3,7 +3,7 @@
     python examples/lm_chars.py                                  # 8 thread ranks: 2 x 2 x 2
     torchrun --nproc-per-node 4 examples/lm_chars.py             # 4 processes: 1 x 2 x 2
 
-The model is plain torch (`gradmesh.demo.lm.job.CharModel`); `in_parts` in the same file makes it parallel in twelve
+The model is plain torch (`gradmesh_demos.lm.CharModel`); `in_parts` in the same file makes it parallel in twelve
 lines.
 """
 
@@ -13,9 +13,9 @@ import argparse
 import os
 
 import torch
+from gradmesh_demos.lm import Settings, dense_model, follow, train, words_of
 
 import gradmesh as gm
-from gradmesh.demo.lm.job import Settings, dense_model, follow, train, words_of
 
 
 def compare(settings: Settings, ranks: str, losses: list[float], whole: dict[str, torch.Tensor]) -> None:

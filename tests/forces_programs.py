@@ -10,13 +10,13 @@ from functools import cache
 import numpy as np
 import torch
 from ase import Atoms
+from gradmesh_demos.forces import parallel, single
+from gradmesh_demos.forces.layers import CUTOFF, copied
+from gradmesh_demos.forces.structures import ELEMENTS, Batch, Figures, batch_of
+from gradmesh_demos.forces.training import loss_of
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.demo.forces import parallel, single
-from gradmesh.demo.forces.layers import CUTOFF, copied
-from gradmesh.demo.forces.structures import ELEMENTS, Batch, Figures, batch_of
-from gradmesh.demo.forces.training import loss_of
 from gradmesh.nn.graph import GraphPlan, by_count, by_graph, by_space
 
 PARTITIONS = ("count", "graph", "space", "random", "one rank empty", "one rank has all")

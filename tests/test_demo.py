@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from gradmesh_demos import clip as job
+from gradmesh_demos.clip import ALONE, GATHERS, Learner, Towers, Views, dense_loss, rank_loss
 from torch import Tensor
 
 import gradmesh as gm
 from gradmesh._util import environment
 from gradmesh.cli import commands
-from gradmesh.demo import job
-from gradmesh.demo.contrast import GATHERS, Learner, Towers, Views, dense_loss, rank_loss
 
 CHANCE = 1 / job.HELD_OUT
 
@@ -27,7 +27,7 @@ CHANCE = 1 / job.HELD_OUT
 )
 def result(request: pytest.FixtureRequest) -> job.Result:
     ranks, backend = request.param
-    return job.run(job.Settings(ranks, backend, epochs=2))
+    return job.run(job.Job(ranks, backend, epochs=2))
 
 
 def test_gradmesh_has_the_gradient_of_one_process(result: job.Result) -> None:
@@ -42,12 +42,12 @@ def test_wrong_gathers_deviate_by_more_than_a_tenth_of_the_gradient(result: job.
 def test_training_on_ranks_is_training_in_one_process(result: job.Result) -> None:
     assert result.param_error <= 1e-10
     assert result.rank_error == 0
-    assert result.curves["gradmesh"].loss == pytest.approx(result.curves[job.ONE_PROCESS].loss, rel=1e-10)
-    assert result.curves["gradmesh"].recall == result.curves[job.ONE_PROCESS].recall
+    assert result.curves["gradmesh"].loss == pytest.approx(result.curves[ALONE].loss, rel=1e-10)
+    assert result.curves["gradmesh"].recall == result.curves[ALONE].recall
 
 
 def test_wrong_gathers_learn_something_else(result: job.Result) -> None:
-    losses = [curve.loss[-1] for name, curve in result.curves.items() if name != job.ONE_PROCESS]
+    losses = [curve.loss[-1] for name, curve in result.curves.items() if name != ALONE]
     assert len({round(loss, 3) for loss in losses}) == len(GATHERS)
 
 
@@ -58,14 +58,14 @@ def test_recall_on_held_out_images_rises_above_chance(result: job.Result) -> Non
 
 
 def test_one_rank_needs_no_gradient_from_others() -> None:
-    result = job.run(job.Settings(ranks=1, backend="threads", epochs=1))
+    result = job.run(job.Job(ranks=1, backend="threads", epochs=1))
     assert result.grad_error["gradmesh"] <= 1e-10
     assert result.grad_error["slice only"] <= 1e-10  # the local slice is the full tensor
     assert result.grad_error["no gradient"] > result.largest_grad / 10
 
 
 def test_the_seed_decides_everything_and_another_seed_something_else() -> None:
-    one, same, other = (job.run(job.Settings(2, "threads", epochs=1, seed=seed)) for seed in (1, 1, 2))
+    one, same, other = (job.run(job.Job(2, "threads", epochs=1, seed=seed)) for seed in (1, 1, 2))
     assert one.curves == same.curves
     assert one.curves != other.curves
 
@@ -114,7 +114,7 @@ def test_json_is_the_only_line_of_stdout_and_the_picture_is_a_png(tmp_path: Path
     assert CHANCE < report["recall"] < 1
     assert (report["ranks"], report["backend"], report["epochs"], report["seed"]) == (2, "threads", 1, 0)
     assert report["seconds"] > 0
-    assert set(report["curves"]) == {*GATHERS, job.ONE_PROCESS}
+    assert set(report["curves"]) == {*GATHERS, ALONE}
     assert all(len(curve["loss"]) == len(curve["recall"]) == 1 for curve in report["curves"].values())
     assert Path(report["picture"]) == picture.resolve()
 
@@ -148,6 +148,6 @@ def test_tables_show_each_epoch_and_judge_each_gather(tmp_path: Path) -> None:
 def test_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(environment.EXTRAS, "demo", ("click", "no_such_module"))
     with pytest.raises(gm.MissingExtraError) as caught:
-        job.run(job.Settings(1, "threads", 1))
+        job.run(job.Job(1, "threads", 1))
     assert "not installed: no_such_module" in str(caught.value)
     assert "pip install 'gradmesh[demo]'" in str(caught.value)

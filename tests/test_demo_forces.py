@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from gradmesh_demos import forces
+from gradmesh_demos.forces import Job
 
 import gradmesh as gm
 from gradmesh._util import environment
 from gradmesh.cli import commands
-from gradmesh.demo.forces import job
-from gradmesh.demo.forces.settings import Settings
 
 SMALL = ["--ranks", "2", "--backend", "threads", "--steps", "12", "--md", "4", "--channels", "2"]
 SMALL += ["--structures", "8", "--atoms", "4096", "--moving", "24"]
@@ -78,7 +78,7 @@ def test_options_without_a_name_are_those_of_the_first_job(tmp_path: Path) -> No
 def test_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(environment.EXTRAS, "forces", ("click", "no_such_module"))
     with pytest.raises(gm.MissingExtraError, match=r"gradmesh\[forces\]"):
-        job.run(Settings(ranks=1, backend="threads", steps=1))
+        forces.run(Job(ranks=1, backend="threads", steps=1))
     done = CliRunner().invoke(commands(), ["demo", "forces", *SMALL])
     assert done.exit_code == 1
     assert "not installed: no_such_module" in done.output

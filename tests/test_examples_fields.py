@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from gradmesh.demo.fno.job import VISCOSITY, diffused, initial_fields, run, solved
-from gradmesh.demo.fno.settings import Job
+from gradmesh_demos.fno import VISCOSITY, Job, diffused, draw, initial_fields, print_tables, run, solved
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fno_burgers.py"
 SMALL = ["--epochs", "1", "--samples", "16", "--points", "34"]
@@ -41,14 +39,11 @@ def test_demo_equals_one_process(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     from rich.console import Console
 
-    from gradmesh.demo.fno import report
-
     job = Job(ranks=3, epochs=2, samples=16, held_out=4, batch=8, points=34, width=4, modes=5, layers=2)
     console = Console(record=True, file=io.StringIO())
-    with report.shown(job, console) as tell:
-        result = run(job, tell)
-    report.print_table(result, console)
-    report.draw(result, tmp_path / "fno.png")
+    result = run(job)
+    print_tables(result, console)
+    draw(result).savefig(tmp_path / "fno.png")
     assert max(*result.far, result.slope, result.apart) < 1e-10
     assert len(result.losses) == 4
     assert len(result.held_out) == 2

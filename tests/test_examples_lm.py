@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from gradmesh_demos.lm import Job, run
 
 from gradmesh import cli
-from gradmesh.demo.lm.job import run
-from gradmesh.demo.lm.settings import Job
 
 
 def test_eight_threads_follow_one_process_step_by_step() -> None:
-    found = run(Job(steps=3), lambda *_: None)
+    found = run(Job(steps=3))
     assert len(found.losses) == 3
     assert max(*found.far, found.apart) < 1e-12
 
 
 @pytest.mark.processes
 def test_four_processes_follow_one_process_step_by_step() -> None:
-    found = run(Job(dp=1, steps=2, backend="shm"), lambda *_: None)
+    found = run(Job(dp=1, steps=2, backend="shm"))
     assert max(*found.far, found.apart) < 1e-12
 
 

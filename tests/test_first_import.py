@@ -1,7 +1,7 @@
-"""gradmesh may be imported, and called for the first time, inside of any mode of torch's: it keeps plain tensors.
+"""gradmesh may be imported, and its names first used, inside of any mode of torch: it keeps plain tensors.
 
-Each case is a process of its own, which imports torch alone, enters a mode, imports gradmesh in it, leaves the mode,
-and then differentiates in every way.
+Each case is a separate process. It imports torch, and gradmesh too in half of the cases; enters a mode, imports in it
+what was not imported yet, leaves the mode, and then differentiates in every way.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ class Subclasses(TorchFunctionMode):
         return out.as_subclass(Subclass) if type(out) is torch.Tensor else out
 
 def importing(x):
-    import gradmesh.nn
+    import gradmesh, gradmesh.nn
+    for name in gradmesh.__all__:
+        getattr(gradmesh, name)
     return x.square().sum()
 
+{before}
 {mode}
 import gradmesh as gm
 gm.init()
@@ -62,15 +65,19 @@ assert torch.vmap(torch.func.grad(cube))(x.detach()[None]).tolist() == [three]
 assert of((gm.all_gather(x, async_op=True).wait() ** 3).sum(), x).tolist() == three
 with gm.ordered():
     assert gm.grad(checkpoint(cube, x, use_reentrant=False), [x])[0].tolist() == three
+with gm.typed():
+    assert of(cube(gm.scale_gradient(x, 2)), x).tolist() == six
+assert of(gm.objective(cube(x)), x).tolist() == three
 compiled = torch.compile(lambda x: cube(x) + gm.broadcast(x.detach()).sum(), backend="aot_eager", fullgraph=True)
 assert of(compiled(x), x).tolist() == three
 print("every derivative is right")
 """
 
 
+@pytest.mark.parametrize("before", ["", "import gradmesh"], ids=["import", "first use"])
 @pytest.mark.parametrize("mode", _MODES)
-def test_an_import_inside_a_mode_leaves_nothing_of_it_behind(mode: str) -> None:
-    program = _PROGRAM.format(mode=_MODES[mode])
+def test_an_import_inside_a_mode_leaves_nothing_of_it_behind(mode: str, before: str) -> None:
+    program = _PROGRAM.format(mode=_MODES[mode], before=before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "every derivative is right" in done.stdout

@@ -15,13 +15,13 @@ from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.neighborlist import neighbor_list
+from gradmesh_demos.forces import parallel, single, structures
+from gradmesh_demos.forces.layers import CUTOFF, copied
+from gradmesh_demos.forces.structures import Figures, batch_of, neighbours
+from gradmesh_demos.forces.training import fitted, loss_of
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.demo.forces import parallel, single, structures
-from gradmesh.demo.forces.layers import CUTOFF, copied
-from gradmesh.demo.forces.structures import Figures, batch_of, neighbours
-from gradmesh.demo.forces.training import fitted, loss_of
 from tests.forces_programs import structure_of
 
 ROOT = Path(__file__).parent.parent

@@ -12,14 +12,11 @@ import torch
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.calculator import PropertyNotImplementedError
-
-import gradmesh as gm
-from gradmesh.demo.forces import parallel, single, structures
-from gradmesh.demo.forces.dynamics import RankCalculator, md_on_rank, started
-from gradmesh.demo.forces.layers import CUTOFF, OncePlan, copied
-from gradmesh.demo.forces.settings import Settings, Watcher
-from gradmesh.demo.forces.structures import batch_of
-from gradmesh.demo.forces.training import (
+from gradmesh_demos.forces import Job, parallel, single, structures
+from gradmesh_demos.forces.dynamics import RankCalculator, md_on_rank, started
+from gradmesh_demos.forces.layers import CUTOFF, OncePlan, copied
+from gradmesh_demos.forces.structures import batch_of
+from gradmesh_demos.forces.training import (
     Learner,
     deviations,
     fitted,
@@ -28,6 +25,9 @@ from gradmesh.demo.forces.training import (
     train_on_rank,
     trained,
 )
+from gradmesh_demos.runner import Watcher
+
+import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, by_count
 from tests.conftest import Run
 from tests.forces_programs import held, models, random_program, sample_of, verdicts
@@ -67,12 +67,12 @@ def test_random_structures_contain_the_hard_cases() -> None:
     assert min(single_atoms, own_images, several, empty) > 5
 
 
-SMALL = Settings(ranks=4, backend="threads", steps=6, channels=2, structures=8, batch=4)
+SMALL = Job(ranks=4, backend="threads", steps=6, channels=2, structures=8, batch=4)
 
 
 @pytest.mark.parametrize("partition", ["space", "graphs"])
 def test_training_on_ranks_is_training_on_one_process_step_by_step(partition: str) -> None:
-    settings = Settings(**{**vars(SMALL), "partition": partition})
+    settings = Job(**{**vars(SMALL), "partition": partition})
     made = structures.made(8, seed=3)
     with gm.Ranks(4, backend="threads") as ranks:
         training = trained(ranks, made, settings, Watcher())
@@ -216,7 +216,7 @@ def _apart(model: parallel.Potential) -> str:
 
 def test_positions_that_differ_between_ranks_are_an_error_on_every_rank(threads: Ranks) -> None:
     said = threads(3)(_apart, _model())
-    assert said == ["gradmesh.demo.forces.RankCalculator: the ranks' arguments differ"] * 3
+    assert said == ["gradmesh_demos.forces.RankCalculator: the ranks' arguments differ"] * 3
 
 
 def test_learner_resumes_after_a_copy_and_a_pickle() -> None:

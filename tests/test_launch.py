@@ -431,7 +431,7 @@ def test_a_script_without_a_main_guard_and_a_notebook_cell_work(tmp_path: Path) 
 @pytest.mark.parametrize(
     "name",
     [
-        "gradmesh.launch.launcher",
+        "gradmesh.launch",
         "gradmesh.backends.threads",
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh._torch import names
+from gradmesh._torch import fsdp, names
 from tests.lacking import FEATURES
 
 THREADS = {
@@ -35,6 +36,8 @@ FUNCTIONAL = {
     "reduce_scatter_tensor": {"reorderable reduce_scatter"},
 }
 LEVELS = {"forward mode on threads"}
+NOT_COMPILED = {name for name in FEATURES if not name.startswith(("compiled", "reorderable"))}
+RAW = {"raw collectives"}
 
 # The features that are refused without a name; all others are right, with or without it.
 REFUSED: dict[str, set[str]] = {
@@ -43,25 +46,44 @@ REFUSED: dict[str, set[str]] = {
     "torch.distributed.distributed_c10d._resolve_process_group": OPAQUE.union(*FUNCTIONAL.values()),
     "torch._library.effects.EffectType.ORDERED": OPAQUE,
     "torch.library.CustomOpDef.register_effect": OPAQUE,
+    "torch._subclasses.FakeTensor": {"no_sync", "tensors without values"},
+    "torch._C._are_functorch_transforms_active": set(FEATURES) - RAW,
     "torch._C._functorch.get_interpreter_stack": {"vmap in ordered"},
     "torch._C._functorch.TransformType.Vmap": {"vmap in ordered"},
-    "torch._C._functorch.is_legacy_batchedtensor": {"batched gradients"},
+    "torch._C._functorch.is_legacy_batchedtensor": NOT_COMPILED - RAW,
     "torch._C._vmapmode_increment_nesting": {"batched gradients"},
     "torch._C._vmapmode_decrement_nesting": {"batched gradients"},
     "torch._remove_batch_dim": {"batched gradients"},
     "torch._add_batch_dim": {"batched gradients"},
-    "torch.autograd.forward_ad._current_level": LEVELS,
+    "torch._C._set_grad_enabled": THREADS,
+    "torch._C._is_fwd_grad_enabled": THREADS,
+    "torch._C._set_fwd_grad_enabled": THREADS,
+    "torch._C._len_torch_dispatch_stack": NOT_COMPILED,
+    "torch._C._len_torch_function_stack": THREADS,
+    "torch._C._current_graph_task_id": THREADS - RAW | {"profile", "vmap in ordered"},
+    "torch._C._autograd._top_saved_tensors_default_hooks": {"async calls", "by hand", "ordered"},
+    "torch._C._autograd._get_sequence_nr": {"by hand", "ordered"},
+    "torch._C._current_autograd_node": {"by hand", "no_sync", "ordered"},
+    "torch._C._will_engine_execute_node": {"no_sync"},
+    "torch._C.TensorBase._backward_hooks": {"no_sync"},
+    "torch._C.TensorBase._post_accumulate_grad_hooks": {"no_sync"},
+    "torch.autograd.Variable._execution_engine.queue_callback": {"no_sync"},
+    "torch.autograd.profiler._is_profiler_enabled": NOT_COMPILED - RAW - {"tensors without values"},
+    "torch.autograd.forward_ad._current_level": set(FEATURES) - RAW,
     "torch._C._enter_dual_level": LEVELS,
     "torch._C._exit_dual_level": LEVELS,
     "torch._functorch.eager_transforms.JVP_NESTING": LEVELS,
     "torch._functorch.eager_transforms.enter_jvp_nesting asking for JVP_NESTING": LEVELS,
     "torch.autograd.forward_ad.dual_level.__enter__ asking for enter_dual_level": LEVELS,
     "torch.autograd.forward_ad.dual_level.__exit__ asking for exit_dual_level": LEVELS,
+    "torch._functorch.predispatch.DECOMPOSITIONS_LOCK": THREADS,
     "torch.distributed.distributed_c10d._world": THREADS,
     "torch.distributed.distributed_c10d._World": THREADS,
     "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
     "torch.distributed.distributed_c10d._new_process_group_helper": {"attention", "async calls"},
     "torch.distributed.distributed_c10d._get_default_store": {"attention", "async calls"},
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": {"attention"},
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": {"attention"},
 }
 
 
@@ -171,3 +193,38 @@ def test_a_name_is_found_or_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not names.calls("torch.ones", "in C++", without="x")
     assert len(names.gone) == 4
     assert set(names.gone) < set(names.RELIED_ON)
+
+
+def test_required_name_that_is_missing_raises_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "gone", [])
+    monkeypatch.setattr(names, "RELIED_ON", {})
+    assert names.required("torch.nn.functional.relu", "a feature") is torch.nn.functional.relu
+    assert names.getter("torch.Tensor._version", "a feature")(torch.ones(1)) == 0
+    assert names.gone == []
+    for missing in (
+        names.required("torch._none", "a feature"),
+        names.getter("torch.Tensor._none", "a feature"),
+    ):
+        with pytest.raises(gm.TorchVersionError, match=r"a feature is not supported.*(\n.*)*missing.*_none"):
+            missing(torch.ones(1))
+        with pytest.raises(gm.TorchVersionError, match="a feature is not supported"):
+            isinstance(1, missing)
+    assert names.RELIED_ON["torch._none"] == "a feature raises an error"
+
+
+@pytest.mark.parametrize(
+    ("used", "name"),
+    [
+        (fsdp.fully_sharded, "_get_fsdp_state"),
+        (fsdp.flat_parameters, "_handle"),
+        (fsdp.ignored_by_fsdp, "_ignored_params"),
+        (lambda module: list(fsdp.flattened(module)), "_handle"),
+    ],
+)
+def test_wrapper_without_a_private_attribute_is_refused_by_name(
+    used: Callable[[torch.nn.Module], object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "gone", [])
+    assert name in {path.rpartition(".")[2] for path in names.RELIED_ON_LATER}
+    with pytest.raises(gm.TorchVersionError, match=rf"missing private names: .*{name}\n"):
+        used(torch.nn.Linear(1, 1))

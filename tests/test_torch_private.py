@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import math
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -28,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh._torch import fsdp
+from gradmesh._torch import fsdp, names
 from gradmesh._torch import groups as own_rendezvous
 from gradmesh.ops.registry import REGISTRY
 
@@ -557,9 +560,7 @@ def _fsdp_tells() -> dict[str, Any]:
             for held, _, _, _, part in rows
         ]
         found[f"held, {kind}"] = [fsdp.is_flattened(each) for each in whole.parameters()]
-    found["not held"] = (
-        any(map(fsdp.is_flattened, kept[0].parameters())) or list(fsdp.flattened(kept[0])) != []
-    )
+    found["not held"] = any(map(fsdp.is_flattened, kept[0].parameters()))
     y: Any = wrapped(torch.ones(1, 2))
     leaves, nodes = set(), [y.grad_fn]
     while nodes:
@@ -787,3 +788,124 @@ def test_the_context_of_a_compilation_is_that_of_its_thread() -> None:
     torch.compile(torch.sin, backend=backend)(torch.ones(2))
     assert seen == [True, True]
     assert context.try_get() is None
+
+
+# ---- no private name of torch is used outside of _torch
+
+PACKAGE = Path(gm.__file__).parent
+TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name != "_" and not (name.startswith("__") and name.endswith("__"))
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """The private names that modules define."""
+    found: set[str] = set()
+    for node in [node for tree in trees for node in ast.walk(tree)]:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                found.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")):
+                found.add(name)
+            case ast.Assign(targets=[ast.Name(id="__slots__")], value=value):
+                found |= {each.value for each in ast.walk(value) if isinstance(each, ast.Constant)}
+    return set(filter(is_private, found))
+
+
+OWN = own_names(list(TREES.values()))
+OF_TORCH = {
+    name
+    for kind in (
+        torch.nn.Module(),
+        torch.Tensor,
+        dist.ProcessGroup,
+        torch.autograd.Function,
+        torch.optim.Optimizer,
+    )
+    for name in dir(kind)
+    if is_private(name)
+}
+NOT_TORCH = {"os", "subprocess", "sys"}
+NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+
+
+def private_torch_names(tree: ast.Module) -> list[tuple[int, str]]:
+    """Line and text of what looks like a private name of torch in a module.
+
+    These are imports; attributes that no module of the package defines, or that torch's classes have and this module
+    does not define; the same in `getattr` and its like; and dotted names in texts. Names of operators are texts without
+    a dot: a trace has them, and an unknown one matches nothing.
+    """
+    own, found = own_names([tree]), []
+
+    def foreign(name: str) -> bool:
+        return is_private(name) and name not in NAMED_TUPLES | own and (name not in OWN or name in OF_TORCH)
+
+    for node in ast.walk(tree):
+        paths: list[str] = []
+        match node:
+            case ast.Import(names=names):
+                paths = [each.name for each in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                paths = [f"{module}.{each.name}" for each in names]
+            case ast.Attribute(attr=name, value=value) if foreign(name):
+                if not (isinstance(value, ast.Name) and value.id in NOT_TORCH):
+                    found.append((node.lineno, ast.unparse(node)))
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ) if foreign(name):
+                found.append((node.lineno, ast.unparse(node)))
+            case ast.Constant(value=str(text)) if " " not in text:
+                paths = [text]
+        for path in paths:
+            first, *parts = path.split(".")
+            if first == "torch" and any(map(is_private, parts)):
+                found.append((node.lineno, path))  # type: ignore[attr-defined]
+    return sorted(found)
+
+
+def test_private_names_of_torch_are_used_in_one_package() -> None:
+    outside = {file: tree for file, tree in TREES.items() if file.parent.name != "_torch"}
+    found = {str(file.relative_to(PACKAGE)): private_torch_names(tree) for file, tree in outside.items()}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import torch._dynamo",
+        "from torch._C import _len_torch_dispatch_stack",
+        "from torch.distributed.distributed_c10d import _world",
+        "def f(x): return x._base",
+        "def f(self): return self._modules",
+        "def f(x): return getattr(x, '_local_tensor', x)",
+        "torch._C._get_tracing_state()",
+        "import sys; sys.modules.get('torch._dynamo')",
+        "node.grad_fn._sequence_nr()",
+    ],
+)
+def test_planted_private_name_is_found(planted: str) -> None:
+    assert private_torch_names(ast.parse(planted))
+
+
+def test_own_private_names_are_not_taken_for_those_of_torch() -> None:
+    plain = "class A:\n def __init__(self): self._base = 1\n def f(self): return self._base, sys._getframe()"
+    assert private_torch_names(ast.parse(plain)) == []
+
+
+def test_every_private_name_is_registered() -> None:
+    """In `_torch` itself, every attribute that torch's objects have is the last part of a registered path."""
+    registered = {part for path in (*_torch.RELIED_ON, *names.RELIED_ON_LATER) for part in path.split(".")}
+    found = {
+        (file.name, line, text)
+        for file, tree in TREES.items()
+        if file.parent.name == "_torch"
+        for line, text in private_torch_names(tree)
+        if registered.isdisjoint(re.findall(r"\w+", text))
+    }
+    assert found == set()

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradmesh._torch import RELIED_ON
+from gradmesh._torch import fsdp as _fsdp  # noqa: F401  # registers its names
+from gradmesh._torch.names import RELIED_ON, RELIED_ON_LATER
 from gradmesh._util import environment
 from gradmesh.ops.registry import table
 from tools.badges import badges
@@ -34,7 +35,7 @@ def with_table(text: str) -> str:
 def with_names(text: str) -> str:
     """The text with the private names of torch between its marks, and what happens without each."""
     names: dict[str, list[str]] = {}
-    for path, without in RELIED_ON.items():
+    for path, without in {**RELIED_ON, **RELIED_ON_LATER}.items():
         names.setdefault(without, []).append(f"`{path}`")
     rows = [f"| {'<br>'.join(paths)} | {without} |" for without, paths in names.items()]
     return _between_marks(text, "\n".join(["| without | what happens |", "|---|---|", *rows]))

@@ -19,12 +19,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from gradmesh.autograd.coalesce import coalesce
-from gradmesh.autograd.deferred import no_sync
-from gradmesh.autograd.ordered import Order, backward, grad, join, ordered, reorderable
+from gradmesh import backends as _backends
 from gradmesh.autograd.pending import Pending
-from gradmesh.autograd.scaling import scale_gradient
-from gradmesh.backends import shm as _shm
 from gradmesh.dims import named, names
 from gradmesh.errors import (
     ArgumentError,
@@ -45,10 +41,8 @@ from gradmesh.errors import (
     TypeMismatchError,
 )
 from gradmesh.launch import Ranks, launch
-from gradmesh.objective import objective
 from gradmesh.runtime.checking import check
 from gradmesh.runtime.mesh import Axis, axis, init, mesh, rank, use_mesh, world_size
-from gradmesh.type_inference import Types, assert_type, typed
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.verbs.collectives import (
     all_gather,
@@ -73,7 +67,6 @@ from gradmesh.verbs.collectives import (
     shift,
     sizes,
 )
-from gradmesh.verbs.own_ops import apply
 from gradmesh.verbs.reductions import barrier
 
 if TYPE_CHECKING:
@@ -81,11 +74,18 @@ if TYPE_CHECKING:
     from gradmesh import nn as nn
     from gradmesh import testing as testing
     from gradmesh import verify as verify
+    from gradmesh.autograd.coalesce import coalesce
+    from gradmesh.autograd.deferred import no_sync
+    from gradmesh.autograd.ordered import Order, backward, grad, join, ordered, reorderable
+    from gradmesh.autograd.scaling import scale_gradient
+    from gradmesh.loss_scaling import objective
+    from gradmesh.type_inference import Types, assert_type, typed
+    from gradmesh.verbs.own_ops import apply
 
 __version__ = "0.1.0"
 
 # So that torch.distributed.init_process_group("shm") and new_group(backend="shm") know it.
-_shm.register()
+_backends.register_shm()
 
 __all__ = [
     "ArgumentError",
@@ -160,18 +160,36 @@ __all__ = [
     "world_size",
 ]
 
-_LOADED_WHEN_ASKED_FOR = ("compat", "nn", "testing", "verify")
+_LAZY_PACKAGES = ("compat", "nn", "testing", "verify")
+_LAZY = {
+    name: f"{__name__}.{module}"
+    for module, names_of_module in {
+        "autograd.coalesce": ("coalesce",),
+        "autograd.deferred": ("no_sync",),
+        "autograd.ordered": ("Order", "backward", "grad", "join", "ordered", "reorderable"),
+        "autograd.scaling": ("scale_gradient",),
+        "loss_scaling": ("objective",),
+        "type_inference": ("Types", "assert_type", "typed"),
+        "verbs.own_ops": ("apply",),
+    }.items()
+    for name in names_of_module
+}
+"""Public names whose module is imported on first use. None of them is also the name of a file or folder here: importing
+that would set the attribute."""
 
 
 def __dir__() -> list[str]:
     """The public names alone: files of the package are attributes too once they are imported."""
-    return sorted([*__all__, *_LOADED_WHEN_ASKED_FOR, "__version__"])
+    return sorted([*__all__, *_LAZY_PACKAGES, "__version__"])
 
 
-if not TYPE_CHECKING:  # else type checkers take any name for one that is there
+if not TYPE_CHECKING:  # otherwise type checkers accept any name
 
     def __getattr__(name: str) -> object:
-        """Load a package that is not part of what importing gradmesh costs."""
-        if name in _LOADED_WHEN_ASKED_FOR:
+        """Import what importing gradmesh does not."""
+        if name in _LAZY_PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
+        if name in _LAZY:
+            value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+            return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

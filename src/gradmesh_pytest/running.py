@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from gradmesh.errors import ArgumentError, GradmeshError, MissingExtraError, RankError, message
-from gradmesh.launch import pickling
-from gradmesh.launch.launcher import Ranks
+from gradmesh.launch import Ranks, pickling
 from gradmesh.launch.outcomes import Outcome
 from gradmesh_pytest import on_rank, reports, rewriting, settings
 from gradmesh_pytest.on_rank import Answer, Attached, Method, RankGenerator, Subtest, Subtests, Task, Terminal

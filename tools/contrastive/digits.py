@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from gradmesh_demos.clip import HELD_OUT, Images, Towers, recall
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.demo.contrast import Towers
-from gradmesh.demo.job import HELD_OUT, Images, recall
 from tools.contrastive.local import local_loss
 
 __all__ = ["WAYS", "Way", "recall_table", "recalls"]

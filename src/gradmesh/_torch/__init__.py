@@ -1,8 +1,8 @@
 """Every private name of torch that gradmesh uses, in one place.
 
-Private names change between releases. Each is looked up here once, with the fallback if it is missing; a torch that
-lacks some gives one warning that names them. `tests/test_torch_private.py` tests the behavior that gradmesh relies on,
-so that a new torch release fails there, by name, and not in a training run.
+Private names change between releases. Each is looked up here once, and registered with the consequence if it is missing
+(`names`); a torch that lacks some gives one warning that names them. `tests/test_torch_private.py` tests the behavior
+that gradmesh relies on, so that a new torch release fails there, by name, and not in a training run.
 """
 
 from gradmesh._torch.compilers import (
@@ -19,30 +19,7 @@ from gradmesh._torch.compilers import (
     ordered_effect,
     resolve_group,
 )
-from gradmesh._torch.dispatched import (
-    DispatchMode,
-    arguments_of,
-    dispatched_name,
-    group_behind,
-    need_dispatch,
-    version_of,
-)
-from gradmesh._torch.fsdp import (
-    flat_parameters,
-    flattened,
-    fully_sharded,
-    ignored_by_fsdp,
-    is_flattened,
-    is_replicated,
-)
 from gradmesh._torch.groups import duplicate_group, is_known, join_through
-from gradmesh._torch.kernels import (
-    fill_fresh_memory,
-    flash_backward,
-    flash_forward,
-    flash_takes,
-    profiler_of_all_threads,
-)
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -58,6 +35,19 @@ from gradmesh._torch.modes import (
     without_autograd,
 )
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
+from gradmesh._torch.operators import (
+    DispatchMode,
+    arguments_of,
+    dispatched_name,
+    fill_fresh_memory,
+    flash_backward,
+    flash_forward,
+    flash_takes,
+    group_behind,
+    need_dispatch,
+    profiler_of_all_threads,
+    version_of,
+)
 from gradmesh._torch.passes import (
     LastPass,
     accumulates,
@@ -100,24 +90,18 @@ __all__ = [
     "flash_backward",
     "flash_forward",
     "flash_takes",
-    "flat_parameters",
-    "flattened",
     "forward_level_open",
-    "fully_sharded",
     "function_backward",
     "function_forward",
     "functional",
     "functorch_active",
     "group_behind",
-    "ignored_by_fsdp",
     "in_backward",
     "in_plain_mode",
     "in_reentrant_checkpoint",
     "is_fake",
-    "is_flattened",
     "is_known",
     "is_legacy_batched",
-    "is_replicated",
     "join_through",
     "keep_order_in_inductor",
     "keyword_fields_last",

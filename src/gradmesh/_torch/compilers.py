@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from gradmesh._torch.levels import of_thread
-from gradmesh._torch.names import find, gone, refuse, there
+from gradmesh._torch.names import RELIED_ON_LATER, find, gone, refuse, required, there
+from gradmesh._torch.threads import of_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _COMPILED = "compiled programs raise for {}"
 _OPS = {
-    f"torch.ops._c10d_functional.{name}": find(
-        f"torch.ops._c10d_functional.{name}", without=_COMPILED.format("the verbs that use these")
-    )
+    name: required(f"torch.ops._c10d_functional.{name}", f"{name} in a compiled program")
     for name in (
         "all_gather_into_tensor",
         "all_reduce",
@@ -39,39 +37,22 @@ compiling = torch.compiler.is_compiling
 
 def functional(name: str, group: dist.ProcessGroup, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """A functional collective, which a compiler can trace, move and bucket; returns fresh memory."""
-    path, waiting = f"torch.ops._c10d_functional.{name}", "torch.ops._c10d_functional.wait_tensor"
-    op, wait = _OPS[path], _OPS[waiting]
-    if op is None or wait is None:
-        refuse(f"{name} in a compiled program", path, waiting)
-    done: torch.Tensor = wait(op(x, *args, group.group_name))
+    done: torch.Tensor = _OPS["wait_tensor"](_OPS[name](x, *args, group.group_name))
     return done
 
 
-_fake = find("torch._subclasses.FakeTensor", without="fake tensors are recognized by the name of their class")
-
-if _fake is not None:
-
-    def is_fake(x: torch.Tensor) -> bool:
-        """Whether a tensor has a shape but no values: a fake one, or one on the meta device."""
-        return x.is_meta or (type(x) is not torch.Tensor and isinstance(x, _fake))
-
-else:
-
-    def is_fake(x: torch.Tensor) -> bool:
-        """Whether a tensor has a shape but no values: a fake one, or one on the meta device."""
-        return x.is_meta or any(kind.__name__ == "FakeTensor" for kind in type(x).__mro__)
+_fake = required("torch._subclasses.FakeTensor", "a collective")
 
 
-_RESOLVE = "torch.distributed.distributed_c10d._resolve_process_group"
-_resolve = find(_RESOLVE, without=_COMPILED.format("every verb"))
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no values: a fake one, or one on the meta device."""
+    return x.is_meta or (type(x) is not torch.Tensor and isinstance(x, _fake))
 
 
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group with a name, on the calling rank."""
-    if _resolve is None:
-        refuse("a collective in a compiled program", _RESOLVE)
-    group: dist.ProcessGroup = _resolve(name)
-    return group
+resolve_group: Callable[[str], dist.ProcessGroup] = required(
+    "torch.distributed.distributed_c10d._resolve_process_group", "a collective in a compiled program"
+)
+"""The process group with a name, on the calling rank."""
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -92,6 +73,11 @@ def keyword_fields_last(kind: type[Any]) -> None:
     kind.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda item: bool(item[1].kw_only)))
     for derived in kind.__subclasses__():
         keyword_fields_last(derived)
+
+
+RELIED_ON_LATER["function._dynamo_marked_constant"] = (
+    "Dynamo may fail on a compiled program that calls gradmesh"
+)
 
 
 def constant_to_compilers(function: F) -> F:
@@ -177,7 +163,26 @@ def ordered_effect(op: Any) -> Any:
     return op
 
 
+COMPILER = "torch._dynamo"
+RELIED_ON_LATER[COMPILER] = (
+    "ranks of gradmesh check load the compiler one by one; gradmesh.typed compiles library code"
+)
+
+
+def compiler_loaded() -> bool:
+    """Whether this process has imported the compiler."""
+    return COMPILER in sys.modules
+
+
 _LOWERING = "torch._inductor.lowering"
+for _path in (
+    f"{_LOWERING}.register_lowering",
+    "torch._inductor.ir.FallbackKernel.create",
+    "torch._inductor.ir.TensorBox.create",
+    "torch._inductor.virtualized.V.graph",
+    "torch._higher_order_ops.effects._get_effect",
+):
+    RELIED_ON_LATER[_path] = "compiling a collective with Inductor raises an error"
 _kept: set[Any] = set()
 
 

@@ -17,13 +17,11 @@ from urllib.parse import parse_qs, urlparse
 import torch
 import torch.distributed as dist
 
-from gradmesh._torch.names import find, gone, refuse
+from gradmesh._torch.names import Attribute, find, required
 
-_REFUSED = "async_op=True raises"
 _C10D = "torch.distributed.distributed_c10d"
-_new = find(f"{_C10D}._new_process_group_helper", without=_REFUSED)
-_store = find(f"{_C10D}._get_default_store", without=_REFUSED)
-_NEEDED = f"{_C10D}._new_process_group_helper", f"{_C10D}._get_default_store"
+_new = required(f"{_C10D}._new_process_group_helper", "async_op=True")
+_store = required(f"{_C10D}._get_default_store", "async_op=True")
 
 
 def duplicate_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
@@ -33,8 +31,6 @@ def duplicate_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup
         group: the group.
         purpose: the description of the new group; unique per group.
     """
-    if not set(gone).isdisjoint(_NEEDED):
-        refuse("async_op=True", *_NEEDED)
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
     made, _ = _new(
@@ -63,14 +59,18 @@ def _backend(group: dist.ProcessGroup) -> str:
     return f"cpu:{pairs['cpu']}"
 
 
+_BACKEND = Attribute("torch.distributed.ProcessGroup._get_backend", "async_op=True")
+_TIMEOUT = Attribute("torch.distributed.ProcessGroup.Options._timeout", "async_op=True")
+
+
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """The timeout of a group; None if unknown, which means torch's default."""
     own = getattr(group, "timeout", None)
     if isinstance(own, int | float):
         return datetime.timedelta(seconds=own)
     try:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
+        timeout = _TIMEOUT.of(_BACKEND.of(group)(torch.device("cpu")).options, None)
+    except RuntimeError:
         return None
     return timeout if isinstance(timeout, datetime.timedelta) else None
 

@@ -1,4 +1,8 @@
-"""Looks up private names of torch; missing ones are reported in one warning with their fallbacks."""
+"""The register of torch's private names that gradmesh uses.
+
+A name that a feature cannot do without is `required`: if torch lacks it, calls of that feature raise TorchVersionError.
+For any other name the register states what is different without it. One warning at import lists all missing names.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,29 @@ import torch
 
 from gradmesh.errors import TorchVersionError, TorchWarning, message
 
-__all__ = ["RELIED_ON", "SUPPORTED", "calls", "find", "gone", "refuse", "there", "warn_of_what_is_gone"]
+__all__ = [
+    "RELIED_ON",
+    "RELIED_ON_LATER",
+    "SUPPORTED",
+    "Attribute",
+    "Missing",
+    "calls",
+    "find",
+    "getter",
+    "gone",
+    "refuse",
+    "required",
+    "there",
+    "warn_of_what_is_gone",
+]
 
 SUPPORTED = "torch 2.11 to 2.15"
 
 RELIED_ON: dict[str, str] = {}
-"""Every private name that was looked up, and the fallback without it."""
+"""Every private name that was looked up, and the consequence if it is missing."""
+
+RELIED_ON_LATER: dict[str, str] = {}
+"""The same for attributes of objects, and for modules that importing gradmesh does not load: looked up when used."""
 
 gone: list[str] = []
 """The names that this torch lacks."""
@@ -28,7 +49,7 @@ def find(path: str, *, without: str) -> Any:
 
     Args:
         path: the name, starting with `torch`.
-        without: the fallback if the name is missing, for the warning.
+        without: the consequence if the name is missing, for the warning.
 
     >>> find("torch._C._len_torch_dispatch_stack", without="more work")()
     0
@@ -39,6 +60,64 @@ def find(path: str, *, without: str) -> Any:
     except (ImportError, AttributeError):
         gone.append(path)
         return None
+
+
+class Missing:
+    """Stands for a required function or class that torch lacks: using it raises TorchVersionError.
+
+    Args:
+        what: the feature that needs it.
+        path: its name.
+    """
+
+    def __init__(self, what: str, path: str) -> None:
+        self._what, self._path = what, path
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        refuse(self._what, self._path)
+
+    def __instancecheck__(self, _: object) -> NoReturn:
+        refuse(self._what, self._path)
+
+
+def required(path: str, what: str) -> Any:
+    """The object with a dotted name; if this torch lacks it, an object that raises TorchVersionError when used.
+
+    Args:
+        path: the name, starting with `torch`.
+        what: the feature that needs it, for the error.
+    """
+    found = find(path, without=f"{what} raises an error")
+    return Missing(what, path) if found is None else found
+
+
+def getter(path: str, what: str) -> Any:
+    """A function that reads a private property of a class; `required` says what happens without it."""
+    found = required(path, what)
+    return getattr(found, "__get__", found)
+
+
+class Attribute:
+    """A private attribute of objects of torch; an object that lacks it raises TorchVersionError.
+
+    Args:
+        path: the class, or what the object is, and the attribute.
+        what: the feature that needs it.
+    """
+
+    def __init__(self, path: str, what: str) -> None:
+        RELIED_ON_LATER[path] = f"{what} raises an error"
+        self._path, self._what, self._name = path, what, path.rpartition(".")[2]
+
+    def of(self, owner: object, *default: object) -> Any:
+        """Its value, or the default if one is passed."""
+        if default:
+            return getattr(owner, self._name, *default)
+        try:
+            return getattr(owner, self._name)
+        except AttributeError:
+            gone.append(self._path)
+            refuse(self._what, self._path)
 
 
 def there(path: str, *, without: str) -> bool:
@@ -61,7 +140,7 @@ def calls(path: str, name: str, *, without: str) -> bool:
 
 
 def warn_of_what_is_gone() -> None:
-    """Issue one warning with the missing names and their fallbacks.
+    """Issue one warning with the missing names and the consequences.
 
     Of several ranks on a host only one process warns: the launcher, or local rank 0.
     """

@@ -9,20 +9,16 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.autograd import profiler as autograd_profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils import checkpoint
 
-from gradmesh._torch.modes import UNNUMBERED, dispatch_modes, in_function, outside_modes
-from gradmesh._torch.names import find, there
+from gradmesh._torch.modes import dispatch_modes, in_function, outside_modes
+from gradmesh._torch.names import Attribute, Missing, find, refuse, required, there
 
-if there(
-    "torch.autograd.profiler._is_profiler_enabled",
-    without="every collective creates a profiler range, also without a profiler, which takes longer",
-):
-    from torch.autograd import profiler as autograd_profiler
+_COLLECTIVE = "a collective"
 
 
 def _calling_code() -> Iterator[CodeType]:
@@ -33,27 +29,8 @@ def _calling_code() -> Iterator[CodeType]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_graph_task = find(
-    "torch._C._current_graph_task_id",
-    without="a backward pass is detected from the call stack, which takes longer and misses hooks on GPU threads",
-)
-
-if _graph_task is not None:
-
-    def backward_pass() -> int:
-        """An id of the backward pass on the calling thread, different for nested passes; -1 outside."""
-        task: int = _graph_task()
-        return task
-
-else:
-
-    def backward_pass() -> int:
-        """The nesting depth of passes on this thread; 1 in the recomputation of a checkpoint; else -1."""
-        running = list(_calling_code())
-        starts = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
-        depth = sum(code in starts for code in running)
-        first = inspect.unwrap(checkpoint.checkpoint).__code__ in running
-        return depth or (1 if not first and any(map(_of_checkpoint, running)) else -1)
+backward_pass: Callable[[], int] = required("torch._C._current_graph_task_id", _COLLECTIVE)
+"""An id of the backward pass on the calling thread, different for nested passes; -1 outside."""
 
 
 class LastPass:
@@ -81,74 +58,42 @@ def _of_checkpoint(code: CodeType) -> bool:
     return code.co_filename == checkpoint.__file__
 
 
-_saving_hooks = find(
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    without="a checkpoint is detected from the call stack, which takes longer",
-)
-
-if _saving_hooks is not None:
-
-    def saves_for_a_checkpoint() -> bool:
-        """Whether saved-tensor hooks are active, as in a non-reentrant checkpoint."""
-        return _saving_hooks(True) is not None
-
-else:
-
-    def saves_for_a_checkpoint() -> bool:
-        """Whether a non-reentrant checkpoint is running, its first pass or its second."""
-        reentrant = {
-            checkpoint.CheckpointFunction.forward.__code__,
-            checkpoint.CheckpointFunction.backward.__code__,
-        }
-        running = set(_calling_code())
-        return running.isdisjoint(reentrant) and any(map(_of_checkpoint, running))
+_saving_hooks = required("torch._C._autograd._top_saved_tensors_default_hooks", _COLLECTIVE)
 
 
-_next_node = find("torch._C._autograd._get_sequence_nr", without=UNNUMBERED)
-_running_node = find("torch._C._current_autograd_node", without=UNNUMBERED)
+def saves_for_a_checkpoint() -> bool:
+    """Whether saved-tensor hooks are active, as in a non-reentrant checkpoint."""
+    return _saving_hooks(True) is not None
 
-if _next_node is None:
 
-    def function_forward() -> int | None:
-        """None, as it cannot be determined."""
+_next_node = required("torch._C._autograd._get_sequence_nr", _COLLECTIVE)
+_running_node = required("torch._C._current_autograd_node", "the backward of a collective")
+
+
+_SEQUENCE_NUMBER = Attribute("torch.autograd.graph.Node._sequence_nr", "the backward of a collective")
+
+
+def function_forward() -> int | None:
+    """In the forward of an autograd Function its sequence number on this thread; else None.
+
+    It is that of the last created node, which may belong to a nested Function.
+    """
+    return _next_node() - 1 if in_function() else None
+
+
+def function_backward() -> int | None:
+    """In a backward pass the sequence number of the current node, else None.
+
+    Also None in the recomputation of a checkpoint, which different nodes may trigger on different ranks.
+    """
+    if backward_pass() == -1 or (node := _running_node()) is None or checkpoint_region() is not None:
         return None
-
-else:
-
-    def function_forward() -> int | None:
-        """In the forward of an autograd Function its sequence number on this thread; else None.
-
-        It is that of the last created node, which may belong to a nested Function.
-        """
-        return _next_node() - 1 if in_function() else None
-
-
-if _graph_task is None or _running_node is None:
-
-    def function_backward() -> int | None:
-        """None, as it cannot be determined."""
-        return None
-
-else:
-
-    def function_backward() -> int | None:
-        """In a backward pass the sequence number of the current node, else None.
-
-        Also None in the recomputation of a checkpoint, which different nodes may trigger on different ranks.
-        """
-        if _graph_task() == -1 or (node := _running_node()) is None or checkpoint_region() is not None:
-            return None
-        number: int = node._sequence_nr()
-        return number
+    number: int = _SEQUENCE_NUMBER.of(node)()
+    return number
 
 
 def checkpoint_region() -> object:
-    """An id of the caller's non-reentrant checkpoint region and pass; None outside.
-
-    Without the private name all regions have the same id.
-    """
-    if _saving_hooks is None:
-        return saves_for_a_checkpoint() or None
+    """An id of the caller's non-reentrant checkpoint region and pass; None outside."""
     hooks = _saving_hooks(True)
     # The hook of the second pass is wrapped for Dynamo.
     code = None if hooks is None else getattr(inspect.unwrap(hooks[0]), "__code__", None)
@@ -164,18 +109,14 @@ def in_reentrant_checkpoint() -> bool:
     return any(code in passes for code in _calling_code())
 
 
-if "autograd_profiler" in globals():
+def profiler_on() -> bool:
+    """Whether torch's profiler is running: a Python flag, which is ten times faster than the C++ query."""
+    return autograd_profiler._is_profiler_enabled
 
-    def profiler_on() -> bool:
-        """Whether torch's profiler is running: a Python flag, which is ten times faster than the C++ query."""
-        return autograd_profiler._is_profiler_enabled
 
-else:
-
-    def profiler_on() -> bool:
-        """True, since torch's profiler may be running."""
-        return True
-
+_PROFILING = "torch.autograd.profiler._is_profiler_enabled"
+if not there(_PROFILING, without=f"{_COLLECTIVE} raises an error"):
+    profiler_on = Missing(_COLLECTIVE, _PROFILING)
 
 _fast_range = find(
     "torch._C._profiler._RecordFunctionFast",
@@ -208,17 +149,19 @@ def _enter_once() -> None:
 outside_modes(_enter_once)
 
 
-_NOT_DEFERRED = "no_sync() does not defer reductions: each backward pass sums, which is correct but slower"
-
-_executes = find("torch._C._will_engine_execute_node", without=_NOT_DEFERRED)
-_after = find(
-    "torch.autograd.Variable._execution_engine.queue_callback",
-    without=f'{_NOT_DEFERRED}; check("full") does not find missing sums',
-)
-_hooks = find("torch._C.TensorBase._backward_hooks", without=_NOT_DEFERRED)
-_hooks_behind = find("torch._C.TensorBase._post_accumulate_grad_hooks", without=_NOT_DEFERRED)
+_DEFERRAL = "no_sync()"
+_ACCUMULATION = {
+    name: find(f"torch._C.{name}", without=f"{_DEFERRAL} raises an error")
+    for name in (
+        "_will_engine_execute_node",
+        "TensorBase._backward_hooks",
+        "TensorBase._post_accumulate_grad_hooks",
+    )
+}
+_executes, _hooks, _hooks_behind = _ACCUMULATION.values()
+_QUEUE = "torch.autograd.Variable._execution_engine.queue_callback"
+_after = find(_QUEUE, without=f'{_DEFERRAL} raises an error; check("full") does not find missing sums')
 can_run_after_pass = _after is not None
-_there = None not in (_executes, _after, _hooks, _hooks_behind)
 
 
 def can_accumulate_later(x: Tensor) -> bool:
@@ -232,7 +175,9 @@ def can_accumulate_later(x: Tensor) -> bool:
     Not for a parameter with hooks, which torch calls in each pass, nor inside of DDP, which reads `.grad` when its hook
     is called.
     """
-    if not (_there and isinstance(x, nn.Parameter) and x.is_leaf and x.requires_grad):
+    if None in (_executes, _hooks, _hooks_behind, _after):
+        refuse(_DEFERRAL, _QUEUE, *(f"torch._C.{name}" for name in _ACCUMULATION))
+    if not (isinstance(x, nn.Parameter) and x.is_leaf and x.requires_grad):
         return False
     return not (_hooks.__get__(x) or _hooks_behind.__get__(x) or _inside_ddp())
 

@@ -30,13 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._torch import (
     LastPass,
-    flat_parameters,
-    fully_sharded,
-    ignored_by_fsdp,
-    is_replicated,
     only_others_compile,
     transforms_active,
 )
+from gradmesh._torch.fsdp import flat_parameters, fully_sharded, ignored_by_fsdp, is_replicated
 from gradmesh._util.call_sites import show_site
 from gradmesh.autograd.traced import Traced
 from gradmesh.errors import ArgumentError, CheckWarning, message
@@ -431,12 +428,7 @@ def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
             for flat in flat_parameters(part)
         }
     if fsdp is not None and isinstance(part, fsdp.FSDPModule):
-        own = fully_sharded(part)
-        if own is None:
-            _refuse(
-                axis, "a fully_shard module; this torch version does not expose its divisor", _PASS_A_NUMBER
-            )
-        return {key: Averaged(*averaged) for key, averaged in own.items()}
+        return {key: Averaged(*averaged) for key, averaged in fully_sharded(part).items()}
     if is_replicated(part):
         _refuse(axis, "a module with torch's replicate(), which does not expose its divisor", _PASS_A_NUMBER)
     return {}

@@ -31,7 +31,6 @@ from gradmesh._torch import (
     transforms_active,
 )
 from gradmesh._util.call_sites import call_site
-from gradmesh.autograd.missing_sums import compare_after_pass
 from gradmesh.autograd.traced import Encoded, Traced, decode, encode
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
@@ -323,6 +322,8 @@ class _Rule(torch.autograd.Function):
         elif grad.layout is not torch.strided:
             grad = grad.to_dense()
         if check_level() == FULL and not isinstance(op, Traced) and op.dst is I and grad.numel() == 1:
+            from gradmesh.autograd.missing_sums import compare_after_pass
+
             compare_after_pass(op, ctx, ctx.call)
         kept = ctx.call.deferral is not None and ctx.call.deferral.defers(ctx, None if nothing else grad)
         if not ctx.call.ordered:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh._torch import functorch_active
+from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import user_frame
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
@@ -441,7 +442,7 @@ class _Watcher:
         to.backward_begins()
         site = to.site()
         for at, x in enumerate(roots):
-            local = getattr(x, "_local_tensor", x)
+            local = local_part(x)
             weight = given[at] if at < len(given) else None
             number = to.id_of(local)
             if number is None and local.is_leaf:  # the end of a chain of calls, on a rank without a loss
@@ -452,7 +453,7 @@ class _Watcher:
                 continue
             passed = weight is not None and to.was_received(weight)
             with to.unseen():
-                copy = None if weight is None else getattr(weight, "_local_tensor", weight).detach().clone()
+                copy = None if weight is None else local_part(weight).detach().clone()
                 value = local.detach().clone()
             self._tape.events.append(Root(number, value, copy, passed, site))
 

@@ -17,13 +17,15 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from gradmesh._torch.compilers import resolve_group
-from gradmesh._torch.dispatched import (
+from gradmesh._torch.operators import (
     DispatchMode,
     WeakTensors,
     arguments,
     arguments_of,
+    base_of,
     group_behind,
     is_random,
+    local_part,
     reduction_of,
     version_of,
     written,
@@ -343,7 +345,7 @@ class Numbering:
         return number
 
     def _view(self, x: Tensor) -> int | None:
-        base = x._base
+        base = base_of(x)
         known = None if base is None else self._known.get(base)
         if known is None:
             return None
@@ -355,8 +357,8 @@ class Numbering:
 
     def target(self, x: Tensor) -> int:
         """The number of a tensor that is about to be written to, with the memory that it is a view of."""
-        if x not in self._known and x._base is not None:
-            base = x._base
+        if x not in self._known and base_of(x) is not None:
+            base = base_of(x)
             known = self._known.get(base)
             whole = self.ref(base) if known is None else known.id
             number = self._number(x, False)
@@ -368,7 +370,7 @@ class Numbering:
 
     def _holds_gradients(self, x: Tensor) -> None:
         """Something active was written there."""
-        for each in (x, x._base):
+        for each in (x, base_of(x)):
             known = None if each is None else self._known.get(each)
             if each is not None and known is not None:
                 known.active, known.spoilt = True, False
@@ -672,7 +674,7 @@ class Recorder(Numbering, DispatchMode):
     def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
         for x in tensors_in((args, kwargs)):
-            local: Any = getattr(x, "_local_tensor", None)
+            local = None if type(x) is Tensor else local_part(x)
             leaf = x.requires_grad and x.is_leaf and type(local) is Tensor
             if leaf and self._follows() and not (local in self._known and self._known[local].leaf):
                 self._leaf(local, self.modules.name_of(x))

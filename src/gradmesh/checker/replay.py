@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradmesh._torch.operators import is_view
 from gradmesh.autograd.traced import Encoded, decoded_on
 from gradmesh.checker.trace import (
     Alias,
@@ -491,7 +492,7 @@ class Rank:
                 self.tensors[number] = value.clone()
                 continue
             value = value.reshape(there.shape).to(there.dtype)
-            if there._is_view() or self._is_shared(number, there):
+            if is_view(there) or self._is_shared(number, there):
                 there.copy_(value)
             else:  # what autograd has saved of it stays as it was
                 self.tensors[number] = value.clone()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradmesh._torch.compilers import COMPILER
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.hooks import run_rank
 from gradmesh.checker.judging.context import Context
@@ -34,7 +35,7 @@ _LOCAL_STEPS = 12
 _GRACE = 3.0
 """Seconds without any work, after which the ranks that are left by one that failed are ended."""
 
-_PRELOADED = ["gradmesh.checker.hooks", "torch._dynamo", "torch.nn.parallel"]
+_PRELOADED = ["gradmesh.checker.hooks", COMPILER, "torch.nn.parallel"]
 """What ranks need in any case; optimizers load the compiler, which takes seconds on each."""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradmesh._torch.dispatched import arguments, written
+from gradmesh._torch.operators import arguments, local_part, written
 from gradmesh.checker.findings import Place
 from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.tracker import memory_of
@@ -514,7 +514,7 @@ class Gradients:
 def gradient_of(p: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient."""
     gradient: Any = p.grad
-    return None if gradient is None else getattr(gradient, "_local_tensor", gradient)
+    return None if gradient is None else local_part(gradient)
 
 
 def _span(x: Tensor) -> tuple[int, int]:
@@ -808,7 +808,7 @@ def parameters_of(
     found = []
     for at, p in enumerate(held):
         grad = p.grad if p.grad is not None else returned.get(id(p))
-        local = _local(p)
+        local = local_part(p)
         known = id_of(local)
         name = names.get(id(p), "") or f"parameter {at} of shape {tuple(p.shape)}"
         param = Param(name, known, local.detach().clone(), None if grad is None else _copy(grad))
@@ -835,12 +835,8 @@ def values_after(params: Sequence[Param], held: Sequence[Any]) -> None:
         param.after = _copy(p)
 
 
-def _local(x: Any) -> Tensor:
-    return getattr(x, "_local_tensor", x)  # type: ignore[no-any-return]
-
-
 def _copy(x: Any) -> Tensor:
-    local = _local(x).detach()
+    local = local_part(x).detach()
     return local.to_dense() if local.layout is not torch.strided else local.clone()
 
 

@@ -7,10 +7,11 @@ missing one is reported without a traceback.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradmesh._util.environment import EXTRAS, missing, require
 from gradmesh.backends import shm
@@ -18,7 +19,6 @@ from gradmesh.bench import bench
 from gradmesh.checker.command import check_command
 from gradmesh.cli import installation
 from gradmesh.cli.explain import explain_command
-from gradmesh.demo.command import demo_group
 from gradmesh.errors import GradmeshError, MissingExtraError
 from gradmesh.ops.registry import table as ops_table
 from gradmesh.verify.auditing.audit import NOT_RUN, audit_command
@@ -158,7 +158,7 @@ def commands() -> click.Group:
             ],
         )
     )
-    group.add_command(demo_group(_reporting_errors))
+    group.add_command(_demos().demo_group(_reporting_errors))
     group.add_command(
         click.Command(
             "bench",
@@ -282,6 +282,14 @@ def _moved(name: str, arguments: tuple[str, ...]) -> None:
     raise GradmeshError(
         f"`gradmesh {name}` is now `python -m benchmarks.{name}`, run in a clone of the repository"
     )
+
+
+def _demos() -> Any:
+    """The module of `gradmesh demo`: installed with a wheel; in a checkout it is in examples/."""
+    examples = Path(__file__).parents[3] / "examples"
+    if examples.is_dir() and str(examples) not in sys.path:
+        sys.path.append(str(examples))  # process ranks inherit it
+    return importlib.import_module("gradmesh_demos.runner")
 
 
 def _reporting_errors(command: Callable[..., None]) -> Callable[..., None]:

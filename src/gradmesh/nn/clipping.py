@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import utils
 
-from gradmesh._torch import default_group, flattened, is_flattened
+from gradmesh._torch import default_group
+from gradmesh._torch.fsdp import flattened, is_flattened
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.nn.inputs import HALVES
@@ -84,7 +85,7 @@ class Sharding:
             for module, name in layer._sharded():
                 place = id(module), name
                 self._layers[place].append(layer)
-                parameter = module._parameters.get(name)
+                parameter = dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(name)
                 if parameter is not None:
                     self._places[id(parameter)] = place
                     # In a functional_call, maybe of a rank on another thread, it may be a non-leaf tensor.
@@ -364,7 +365,7 @@ def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part
     flat = dict[int, list[tuple[Any, Any, slice | None]]]()
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
         if _is_fsdp(module):
-            for parameter, group, owner, name, part in _flattened(op, here, module):
+            for parameter, group, owner, name, part in flattened(module):
                 flat.setdefault(id(parameter), []).append((group, known.at((id(owner), name)), part))
     made = []
     for each in listed:
@@ -569,20 +570,6 @@ def _compare(op: str, here: Axis, rows: Tensor, total: Tensor) -> None:
 def _storages(held: list[_Part]) -> Iterator[Tensor]:
     """The gradients of this rank, without duplicates."""
     yield from {id(each.stored): each.stored for each in held if each.stored is not None}.values()
-
-
-def _flattened(op: str, here: Axis | None, module: nn.Module) -> list[Any]:
-    try:
-        return list(flattened(module))
-    except AttributeError as error:
-        _refuse(
-            op,
-            here,
-            "cannot read the shards of FullyShardedDataParallel in this version of torch",
-            "a supported version of torch",
-            f"torch {torch.__version__}: {error}",
-            "call module.clip_grad_norm_(max_norm) of the wrapper",
-        )
 
 
 def _is_fsdp(module: nn.Module) -> bool:

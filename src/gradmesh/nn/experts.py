@@ -280,9 +280,10 @@ class ExpertParallel(Parallel):
 
     def _sharded(self) -> Iterator[tuple[nn.Module, str]]:
         """The parameters of this rank's experts."""
-        experts = self._modules.get("experts")
+        experts = getattr(self, "experts", None)
         for module in () if experts is None else experts.modules():
-            yield from ((module, name) for name in module._parameters)
+            own = module.named_parameters(recurse=False, remove_duplicate=False)
+            yield from ((module, name) for name, _ in own)
 
     def forward(self, x: Tensor) -> Tensor:
         """The weighted sum of the experts' results for each token."""

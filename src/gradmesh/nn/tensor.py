@@ -86,9 +86,10 @@ class Parallel(nn.Module):
     def _sharded(self) -> Iterator[tuple[nn.Module, str]]:
         """The sharded parameters, each as its module and its name in it; also if parametrized."""
         for name in list(self.__dict__.get("cuts", ())):
-            parametrized = self._modules.get("parametrizations")
+            parametrized = getattr(self, "parametrizations", None)
             if isinstance(parametrized, nn.ModuleDict) and name in parametrized:
-                yield from ((parametrized[name], each) for each in parametrized[name]._parameters)
+                own = parametrized[name].named_parameters(recurse=False, remove_duplicate=False)
+                yield from ((parametrized[name], each) for each, _ in own)
             else:
                 yield self, name
 
@@ -357,7 +358,7 @@ Rows = Sequence[int] | Literal["balanced"] | None
 
 def is_conv1d(layer: nn.Module) -> bool:
     """True for the `Conv1D` of transformers: a linear layer with a weight of shape (in, out)."""
-    weight = layer._parameters.get("weight")
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
     return (
         type(layer).__name__ == "Conv1D"
         and weight is not None
@@ -988,7 +989,7 @@ def _unsupported(each: nn.Module, style: str, ancestors: list[nn.Module]) -> str
 
 def _is_adapter(each: nn.Module) -> bool:
     """True for a layer of peft, which adds low-rank weights to the layer that it wraps."""
-    return "base_layer" in each._modules
+    return any(name == "base_layer" for name, _ in each.named_children())
 
 
 def _made(

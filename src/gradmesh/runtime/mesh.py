@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradmesh._torch import default_group
 from gradmesh._util.call_sites import install_excepthook
-from gradmesh.backends import shm
 from gradmesh.backends.process_group import group_cache
 from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
 from gradmesh.ops.sizes import balanced
@@ -65,6 +64,8 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
                 remedy="pass the seconds that a rank waits for the others, such as timeout=300",
             )
         )
+    from gradmesh.backends import shm
+
     cuda = torch.cuda.is_available()
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else shm.default() if _on_one_host() else "gloo")
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

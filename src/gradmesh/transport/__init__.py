@@ -18,9 +18,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gradmesh._torch import compiling
-from gradmesh.backends.process_group import group_cache
-from gradmesh.backends.shm.group import ShmGroup
-from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.backends.process_group import OwnGroup, group_cache
 from gradmesh.ops.transport import Transport
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.call_checks import OpCallCheck, calls_of
@@ -44,11 +42,9 @@ __all__ = [
     "transport",
 ]
 
-TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {
-    ShmGroup: OwnGroupTransport,
-    ThreadsGroup: OwnGroupTransport,
-}
-"""The transport for each class of process group; `TorchGroup` for any other."""
+TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {}
+"""The transport for a class of process group. Others get `OwnGroupTransport` if they are gradmesh's own, else
+`TorchGroup`."""
 
 
 def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
@@ -63,7 +59,9 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     axis = transport_axis(axis)
     if call_check is not None:
         call_check.calls = calls_of(axis.group)
-    found = TRANSPORTS.get(type(axis.group), TorchGroup)(axis, call_check)
+    kind = type(axis.group)
+    own = OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
+    found = TRANSPORTS.get(kind, own)(axis, call_check)
     for wrap in MIDDLEWARE.wraps:
         found = wrap(found)
     return found

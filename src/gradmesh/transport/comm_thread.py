@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ import torch.distributed as dist
 from gradmesh import _torch
 from gradmesh._util.call_sites import Site, call_site, seen_from
 from gradmesh.backends import threads
-from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.backends.threads.rendezvous import BackgroundTask, BackgroundThread, Group
 from gradmesh.errors import NotInitializedError, OrderError, message, refused_wait
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
 from gradmesh.transport.middleware import MIDDLEWARE
+
+if TYPE_CHECKING:
+    from gradmesh.backends.threads.rendezvous import BackgroundTask, Group
 
 __all__ = [
     "AsyncAxis",
@@ -202,6 +203,9 @@ class CommThread:
     def __init__(self, axis: Axis) -> None:
         self._name, self._rank, self._size = axis.name, axis.rank, axis.size
         self._of = weakref.ref(axis.group)  # which keeps this communication thread
+        from gradmesh.backends.threads.group import ThreadsGroup
+        from gradmesh.backends.threads.rendezvous import BackgroundThread
+
         self._own: Axis | None = None
         self._shared: Group | None = None
         if isinstance(axis.group, ThreadsGroup):
@@ -239,6 +243,8 @@ class CommThread:
             if observer is not None and observer.takes_turns:
                 job._wait_for = observer.async_axis(shared, job.run)
                 return
+            from gradmesh.backends.threads.rendezvous import BackgroundTask
+
             job._task = BackgroundTask(shared.world, self._runner)
         if self._process != os.getpid():  # threads do not survive a fork
             job.run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
+from gradmesh._torch.compilers import compiler_loaded
 from gradmesh._util.call_sites import call_site
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.ops.base import Op
@@ -298,7 +298,7 @@ def _count(by: int) -> None:
         ACTIVE_TRACERS[0] += by
         if ACTIVE_TRACERS[0] and not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_step))
-            if "torch._dynamo" in sys.modules:
+            if compiler_loaded():
                 # Torch compiles nothing that a mode follows, but the library's own frames below it, one by one.
                 _eager.append(torch.compiler.set_stance("force_eager"))
                 _eager[0].__enter__()

@@ -26,10 +26,7 @@ The modules, bottom up:
 from __future__ import annotations
 
 import platform
-import threading
 from typing import Any
-
-import torch.distributed as dist
 
 from gradmesh.backends.process_group import timeout_of_group
 from gradmesh.backends.shm import shared_memory
@@ -37,9 +34,7 @@ from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.shm.shared_memory import Segment, run
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["available", "default", "register", "run"]
-
-_register_lock = threading.Lock()
+__all__ = ["available", "create", "default", "run"]
 
 
 def available() -> bool:
@@ -52,14 +47,8 @@ def default() -> str:
     return "shm" if available() else "gloo"
 
 
-def register() -> None:
-    """Register `shm` with torch.distributed; idempotent."""
-    with _register_lock:
-        if not hasattr(dist.Backend, "SHM"):
-            dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
-
-
-def _create(options: Any, _backend_options: object) -> ShmGroup:
+def create(options: Any, _backend_options: object) -> ShmGroup:
+    """A group; torch.distributed calls this."""
     if not available():
         raise ArgumentError(
             message(

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh._util.call_sites import show_tensors
-from gradmesh.backends.process_group import CallCheck, CoalescedWorks, OwnWork, reduction, refusal
+from gradmesh.backends.process_group import CallCheck, CoalescedWorks, OwnWork, Tensors, reduction, refusal
 from gradmesh.backends.shm import collectives
 from gradmesh.backends.shm.collectives import (
     DTYPE_NUMBER,
@@ -31,7 +31,6 @@ from gradmesh.backends.shm.collectives import (
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork, Shown, Steps
 from gradmesh.backends.shm.p2p import Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
-from gradmesh.backends.torch_names import Tensors
 from gradmesh.errors import ShapeError, message
 
 __all__ = ["ShmGroup"]

@@ -29,16 +29,18 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
 from gradmesh.backends.process_group import timeout_of_group
-from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.backends.threads.rendezvous import Group, World
 from gradmesh.errors import ArgumentError, message
+
+if TYPE_CHECKING:
+    from gradmesh.backends.threads.group import ThreadsGroup
+    from gradmesh.backends.threads.rendezvous import World
 
 __all__ = ["rank_locals", "register", "seated", "stand_in"]
 
@@ -115,6 +117,10 @@ def _create(options: Any, _backend_options: object) -> ThreadsGroup:
                 remedy="run the function with gradmesh.launch(fn, nprocs, backend='threads')",
             )
         )
+    # The modules of the backend are loaded with the first group.
+    from gradmesh.backends.threads.group import ThreadsGroup
+    from gradmesh.backends.threads.rendezvous import Group
+
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     made = seat.made.get((options.group_id, ranks), 0)
     seat.made[options.group_id, ranks] = made + 1

@@ -21,12 +21,12 @@ from gradmesh.backends.process_group import (
     Done,
     OwnGroup,
     OwnWork,
+    Tensors,
     promised,
     reduction,
 )
 from gradmesh.backends.threads import rendezvous
 from gradmesh.backends.threads.rendezvous import Contribution, Exchange, Group, Receive, Waitable
-from gradmesh.backends.torch_names import Tensors
 from gradmesh.errors import MismatchError
 
 __all__ = ["ThreadsGroup"]

@@ -13,11 +13,11 @@ from ase.md.verlet import VelocityVerlet
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.demo.forces import parallel
-from gradmesh.demo.forces.layers import CUTOFF, copied
-from gradmesh.demo.forces.structures import batch_of
 from gradmesh.nn.graph import GraphPlan, by_space
 from gradmesh.nn.inputs import agree
+from gradmesh_demos.forces import parallel
+from gradmesh_demos.forces.layers import CUTOFF, copied
+from gradmesh_demos.forces.structures import batch_of
 
 __all__ = ["Energies", "RankCalculator", "md_on_rank", "started"]
 

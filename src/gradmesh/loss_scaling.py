@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from gradmesh._torch import LastPass, transforms_active
 from gradmesh._util.structure import Packed
-from gradmesh.autograd.averaging import averaging
 from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
@@ -104,6 +103,8 @@ def objective(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(1.75, 0.5), (1.75, 3.0)]
     """
+    from gradmesh.autograd.averaging import averaging
+
     where = resolve(axis, "objective")
     try:
         _check(loss, where, reduction, loss_type, local, steps)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradmesh.demo.forces.layers import Parts
-from gradmesh.demo.forces.structures import Batch, Figures
+from gradmesh_demos.forces.layers import Parts
+from gradmesh_demos.forces.structures import Batch, Figures
 
 __all__ = ["Potential", "figures"]
 

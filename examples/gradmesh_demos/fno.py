@@ -6,17 +6,71 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import pi
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import gradmesh as gm
-from gradmesh.demo.fno.settings import Job
-from gradmesh.demo.job import one_thread
-from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed, seeded
 from gradmesh.ops.sizes import balanced
+from gradmesh_demos.runner import (
+    ALONE,
+    BACKEND,
+    ON_RANKS,
+    RANKS,
+    SEED,
+    Watcher,
+    difference,
+    draw_losses,
+    one_thread,
+    option,
+    plain,
+    seeded,
+    some_steps,
+    table,
+    verdict,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+NEEDS = "demo"
+PICTURE = "fno"
+SHORT = "Domain decomposition: a Fourier neural operator."
+HELP = (
+    "Train a Fourier neural operator on solutions of Burgers' equation, with each field sharded over the ranks, and "
+    "compare with one process, step by step."
+)
+EXACT = 1e-9
+"""The largest deviation that counts as rounding in float64, after many steps."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Options of the command line, and the network.
+
+    Attributes:
+        held_out: number of test solutions.
+        batch: solutions per step.
+        width: channels of the network.
+        modes: kept by its spectral layers.
+        layers: number of layers.
+    """
+
+    ranks: int = option(4, RANKS, 1)
+    backend: str = option("threads", BACKEND)
+    epochs: int = option(30, "Passes over the training solutions.", 1)
+    points: int = option(126, "Grid points; need not be divisible by the number of ranks.", 8)
+    samples: int = option(96, "Number of training solutions.", 1)
+    held_out: int = 32
+    batch: int = 16
+    width: int = 12
+    modes: int = 12
+    layers: int = 3
+    seed: int = option(0, SEED, 0)
+
 
 VISCOSITY = 0.01
 TIME = 1.0
@@ -251,14 +305,16 @@ def _on_rank(
     return steps, first, made
 
 
-def run(job: Job, progress: Progressed | None = None) -> Result:
+def run(job: Job, watcher: Watcher | None = None) -> Result:
     """Run the job.
 
     Raises:
         ArgumentError: invalid number of ranks or backend.
         RankError: a rank failed.
     """
-    progress, started = progress or (lambda *_: None), time.perf_counter()
+    watcher, started = watcher or Watcher(), time.perf_counter()
+    for name in (ON_RANKS, ALONE):
+        watcher.begin(name, job.epochs)
     with one_thread():
         fields, solutions = data_of(job)
         dense = dense_operator(job)
@@ -268,10 +324,10 @@ def run(job: Job, progress: Progressed | None = None) -> Result:
         alone = []
         for step in train(job, fields, solutions, start, parts=False):
             alone.append(step)
-            progress(ALONE, 1)
+            watcher.advance(ALONE)
         given = (job, fields, solutions, start)
         found = gm.launch(_on_rank, job.ranks, backend=job.backend, args=given)
-        progress(IN_PARTS, job.epochs)
+        watcher.advance(ON_RANKS, job.epochs)
     largest = max(float(slope.abs().max()) for slope in slopes)
     state = alone[-1].operator.state_dict()
     steps, held = found[0][0], slice(job.samples, None)
@@ -280,13 +336,58 @@ def run(job: Job, progress: Progressed | None = None) -> Result:
         [loss for step in steps for loss in step.losses],
         [loss for step in alone for loss in step.losses],
         [step.held_out for step in steps],
-        max(_max_difference(first, slopes) for _, first, _ in found) / largest,
-        max(_max_difference(each[-1].operator.state_dict().values(), state.values()) for each, _, _ in found),
+        max(difference(first, slopes) for _, first, _ in found) / largest,
+        max(difference(each[-1].operator.state_dict().values(), state.values()) for each, _, _ in found),
         float(relative_error(diffused(fields[held]), solutions[held], False)),
         (fields[-1], solutions[-1], found[0][2]),
         time.perf_counter() - started,
     )
 
 
-def _max_difference(found: Any, right: Any) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))
+def introduction(job: Job) -> str:
+    """What the demo does."""
+    return (
+        f"Fourier neural operator for Burgers' equation, {job.points} grid points, {job.samples} training solutions: "
+        f"fields sharded over {job.ranks} ranks ({job.backend}), compared with one process."
+    )
+
+
+def print_tables(result: Result, console: Console) -> None:
+    """Print the losses of both runs and their differences."""
+    losses = table("epoch", ON_RANKS, ALONE, "abs. difference", "held-out error")
+    epochs = len(result.held_out)
+    each = len(result.losses) // epochs
+    for epoch in some_steps(epochs):
+        last = (epoch + 1) * each - 1
+        values = (f"{result.losses[last]:.6f}", f"{result.right[last]:.6f}", f"{result.far[last]:.1e}")
+        losses.add_row(str(epoch + 1), *values, f"{result.held_out[epoch]:.1%}")
+    console.print(losses)
+    worst = max(*result.far, result.slope, result.apart)
+    judged = verdict(worst, EXACT, "equal to rounding", "different")
+    console.print(
+        f"max difference: first gradient {result.slope:.1e} (relative), losses of all {len(result.losses)} steps "
+        f"{max(result.far):.1e}, final parameters {result.apart:.1e}: {judged}.\nError on {result.job.held_out} "
+        f"held-out solutions: {result.held_out[-1]:.1%}; of the linear equation: {result.baseline:.1%}."
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Plot a field and both runs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
+    field, losses, far = figure.subplots(1, 3)
+    begin, given, right = 0, result.picture[0], result.picture[1]
+    places = [n / result.job.points for n in range(result.job.points)]
+    field.plot(places, given, ":", color="grey", label="u(x, 0)")
+    field.plot(places, right, color="black", linewidth=3, alpha=0.3, label="u(x, 1), solver")
+    for rank, size in enumerate(balanced(result.job.points, result.job.ranks)):
+        local = slice(begin, begin + size)
+        field.plot(places[local], result.picture[2][local], linewidth=1.5, label=f"operator, rank {rank}")
+        begin += size
+    field.set(title="A held-out field", xlabel="x")
+    field.legend(frameon=False, fontsize=7)
+    draw_losses(losses, far, result)
+    losses.set(title="Relative error in training", xlabel="step", yscale="log")
+    plain(field, losses, far)
+    return figure

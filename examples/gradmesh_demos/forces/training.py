@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import gradmesh as gm
-from gradmesh.demo.forces import parallel, single
-from gradmesh.demo.forces.layers import CUTOFF, OncePlan, Parts, copied
-from gradmesh.demo.forces.settings import Settings, Watcher
-from gradmesh.demo.forces.structures import Batch, Figures, batch_of
 from gradmesh.nn.graph import GraphPlan, by_graph, by_space
+from gradmesh_demos.forces import Job, parallel, single
+from gradmesh_demos.forces.layers import CUTOFF, OncePlan, Parts, copied
+from gradmesh_demos.forces.structures import Batch, Figures, batch_of
+from gradmesh_demos.runner import Watcher
 
 Model = TypeVar("Model", bound=Parts)
 
@@ -173,7 +173,7 @@ def train_on_rank(
     Args:
         learner: has a `parallel.Potential`; it is not changed.
         samples: one for each step, whole on every rank.
-        partition: as in the settings.
+        partition: as in the job.
         once: by exchanges whose gradient has no second derivative.
     """
     own = learner.copied()
@@ -215,18 +215,18 @@ class Training:
     rank_error: float
 
 
-def trained(ranks: gm.Ranks, made: Sequence[Atoms], settings: Settings, watcher: Watcher) -> Training:
+def trained(ranks: gm.Ranks, made: Sequence[Atoms], job: Job, watcher: Watcher) -> Training:
     """Train on the ranks and on one process, with the same weights to begin with and the same batches."""
-    samples = samples_of(made, settings.batch, settings.steps, settings.seed)
-    dense = fitted(single.Potential(settings.channels, settings.seed), made)
-    model = fitted(parallel.Potential(settings.channels, settings.seed), made)
-    alone, learner = Learner(dense, settings.steps), Learner(model, settings.steps)
+    samples = samples_of(made, job.batch, job.steps, job.seed)
+    dense = fitted(single.Potential(job.channels, job.seed), made)
+    model = fitted(parallel.Potential(job.channels, job.seed), made)
+    alone, learner = Learner(dense, job.steps), Learner(model, job.steps)
     losses: list[float] = []
     loss_error = param_error = rank_error = 0.0
-    watcher.begin("training", settings.steps)
+    watcher.begin("training", job.steps, only=True)
     for part in in_parts(samples):
         right = train(alone, part)
-        found = ranks.run(train_on_rank, learner, part, settings.partition)
+        found = ranks.run(train_on_rank, learner, part, job.partition)
         learner = found[0][0]
         for own, theirs in found:
             rank_error = max(rank_error, _far(own.parameters, learner.parameters))
@@ -234,7 +234,7 @@ def trained(ranks: gm.Ranks, made: Sequence[Atoms], settings: Settings, watcher:
             pairs = zip(theirs.losses, right.losses, strict=True)
             loss_error = max(loss_error, *(abs(one / other - 1) for one, other in pairs))
         losses += found[0][1].losses
-        watcher.advance(len(part), f"loss {losses[-1]:.4f}")
+        watcher.advance("training", len(part), f"loss {losses[-1]:.4f}")
     return Training(dense, learner.model, losses, loss_error, param_error, rank_error)
 
 

@@ -16,10 +16,10 @@ from e3nn.nn import Gate
 from e3nn.util.codegen import CodeGenMixin
 from torch import Tensor, nn
 
-from gradmesh.demo.forces.structures import ELEMENTS
-from gradmesh.demo.shared import seeded
 from gradmesh.errors import DTypeError, message
 from gradmesh.nn.graph import GraphPlan
+from gradmesh_demos.forces.structures import ELEMENTS
+from gradmesh_demos.runner import seeded
 
 CUTOFF = 4.5
 WAVES = 8

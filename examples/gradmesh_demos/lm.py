@@ -11,17 +11,58 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pydoc_data.topics import topics
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import gradmesh as gm
-from gradmesh.demo.job import one_thread
-from gradmesh.demo.lm.settings import Job
-from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed
+from gradmesh_demos.runner import (
+    ALONE,
+    BACKEND,
+    ON_RANKS,
+    SEED,
+    Watcher,
+    draw_losses,
+    one_thread,
+    option,
+    plain,
+    some_steps,
+    table,
+    verdict,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+NEEDS = "demo"
+PICTURE = "lm"
+SHORT = "Data, sequence and tensor parallelism: a language model."
+HELP = (
+    "Train a character-level language model on Python's reference, with data, sequence and tensor parallelism, and "
+    "compare with one process, step by step."
+)
+EXACT = 1e-10
+"""The largest deviation that counts as rounding in float64."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Options of the command line."""
+
+    dp: int = option(2, "Data parallel size.", 1)
+    sp: int = option(2, "Sequence parallel size.", 1)
+    tp: int = option(2, "Tensor parallel size.", 1)
+    backend: str = option("threads", BACKEND)
+    steps: int = option(60, "Number of training steps.", 1)
+    seed: int = option(0, SEED, 0)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.dp * self.sp * self.tp
 
 
 @dataclass(frozen=True)
@@ -129,6 +170,8 @@ def in_parts(dense: CharModel) -> nn.Module:
 
 def words_of() -> tuple[str, Tensor]:
     """The vocabulary, and the text as ids."""
+    from pydoc_data.topics import topics  # large
+
     text = "".join(topics[name] for name in sorted(topics))
     words = "".join(sorted(set(text)))
     number = {word: at for at, word in enumerate(words)}
@@ -202,7 +245,7 @@ class Result:
 
 
 def follow(
-    settings: Settings, dp: int, sp: int, tp: int, progress: Progressed | None = None
+    settings: Settings, dp: int, sp: int, tp: int, watcher: Watcher | None = None
 ) -> tuple[list[float], dict[str, Any], int]:
     """On each rank: the losses, the dense state after training, and the number of local parameters."""
     first, losses = gm.rank() == 0, list[float]()
@@ -211,28 +254,31 @@ def follow(
     model = in_parts(dense_model(len(words), settings))
     for loss in train(model, text, settings, parts=True):
         losses.append(loss)
-        if first and progress is not None:
-            progress(IN_PARTS, 1)
+        if first and watcher is not None:
+            watcher.advance(ON_RANKS)
     return losses, gm.nn.dense_state_dict(model), sum(each.numel() for each in model.parameters())
 
 
-def run(job: Job, progress: Progressed) -> Result:
-    """Run the job; `progress` is called for each step (for process ranks, once at the end)."""
+def run(job: Job, watcher: Watcher | None = None) -> Result:
+    """Run the job; the progress of process ranks is reported at their end."""
+    watcher = watcher or Watcher()
+    for name in (ON_RANKS, ALONE):
+        watcher.begin(name, job.steps)
     settings = Settings(steps=job.steps, seed=job.seed)
     words, text = words_of()
     dense = dense_model(len(words), settings)
     with one_thread():
         started = time.perf_counter()
-        local = progress if job.backend == "threads" else None
+        local = watcher if job.backend == "threads" else None
         found = gm.launch(
             follow, job.ranks, backend=job.backend, args=(settings, job.dp, job.sp, job.tp, local)
         )
         if local is None:
-            progress(IN_PARTS, job.steps)
+            watcher.advance(ON_RANKS, job.steps)
         between, right = time.perf_counter(), list[float]()
         for loss in train(dense, text, settings, parts=False):
             right.append(loss)
-            progress(ALONE, 1)
+            watcher.advance(ALONE)
         over = time.perf_counter()
     losses, whole, _ = found[0]
     state = dense.state_dict()
@@ -243,5 +289,41 @@ def run(job: Job, progress: Progressed) -> Result:
         max(float((whole[name] - state[name]).abs().max()) for name in state),
         len(words),
         (sum(each.numel() for each in dense.parameters()), max(own for _, _, own in found)),
-        {IN_PARTS: between - started, ALONE: over - between},
+        {ON_RANKS: between - started, ALONE: over - between},
     )
+
+
+def introduction(job: Job) -> str:
+    """What the demo does."""
+    kind = {"threads": "thread ", "shm": "process ", "gloo": "process "}.get(job.backend, "")
+    return (
+        f"Character-level language model of Python's reference on {job.ranks} {kind}ranks: "
+        f"data parallel {job.dp} x sequence parallel {job.sp} x tensor parallel {job.tp}."
+    )
+
+
+def print_tables(result: Result, console: Console) -> None:
+    """Print the losses of both runs and their differences."""
+    losses = table("step", ON_RANKS, ALONE, "abs. difference")
+    for step in some_steps(len(result.losses)):
+        values = (result.losses[step], result.right[step])
+        losses.add_row(str(step + 1), *(f"{value:.6f}" for value in values), f"{result.far[step]:.1e}")
+    console.print(losses)
+    worst = max(*result.far, result.apart)
+    judged = verdict(worst, EXACT, "equal to rounding", "different")
+    console.print(
+        f"max abs. difference: losses {max(result.far):.1e}, final parameters {result.apart:.1e}: {judged}. "
+        f"{result.numbers[1]} of {result.numbers[0]} parameters on each rank."
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Plot both runs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
+    losses, far = figure.subplots(1, 2)
+    draw_losses(losses, far, result)
+    losses.set(title="Loss per character", xlabel="step", ylabel="nats")
+    plain(losses, far)
+    return figure

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 import gradmesh as gm
-from gradmesh.demo.forces.layers import Parts
-from gradmesh.demo.forces.structures import Batch, Figures
 from gradmesh.nn.graph import GraphPlan
+from gradmesh_demos.forces.layers import Parts
+from gradmesh_demos.forces.structures import Batch, Figures
 
 __all__ = ["Potential", "figures"]
 
