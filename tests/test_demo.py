@@ -11,7 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from gradmesh_demos import clip as job
-from gradmesh_demos.clip import ALONE, GATHERS, Learner, Towers, Views, dense_loss, rank_loss
+from gradmesh_demos.clip import GATHERS, Learner, Towers, Views, dense_loss, rank_loss
+from gradmesh_demos.runner import ALONE
 from torch import Tensor
 
 import gradmesh as gm

@@ -429,9 +429,11 @@ def draw(result: Result) -> Figure:
 
 
 def _plot(axes: Axes, curves: dict[str, list[float]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     epochs = range(1, len(curves[ALONE]) + 1)
     for gather, colour in _COLOURS.items():
         axes.plot(epochs, curves[gather], color=colour, linewidth=2, marker=".", markersize=4, label=gather)
     # Dots: this curve coincides with gradmesh's.
     axes.plot(epochs, curves[ALONE], "o", color="black", markersize=3.5, label="one process, no gather")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

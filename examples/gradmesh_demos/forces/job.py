@@ -254,14 +254,14 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(14, 4.6), dpi=150, layout="constrained")
     figure.suptitle(f"Interatomic potential on {result.job.ranks} ranks\n", fontsize=13)
     forces, rows, energies = figure.subplots(1, 3)
-    _forces(forces, result)
-    _rows(rows, result)
-    _energies(energies, result)
+    _plot_forces(forces, result)
+    _plot_rows(rows, result)
+    _plot_energies(energies, result)
     plain(forces, rows, energies)
     return figure
 
 
-def _forces(axes: Axes, result: Result) -> None:
+def _plot_forces(axes: Axes, result: Result) -> None:
     held = result.held
     for family in result.families:
         of = [place for place, name in enumerate(held.family) if name == family]
@@ -278,7 +278,7 @@ def _forces(axes: Axes, result: Result) -> None:
     axes.legend(frameon=False)
 
 
-def _rows(axes: Axes, result: Result) -> None:
+def _plot_rows(axes: Axes, result: Result) -> None:
     atoms = [rows.atoms for rows in result.rows]
     axes.loglog(atoms, [rows.gathered for rows in result.rows], "s-", color="#D55E00", label="all-gather")
     axes.loglog(atoms, [rows.sent for rows in result.rows], "o-", color="#0072B2", label="by plan")
@@ -286,7 +286,7 @@ def _rows(axes: Axes, result: Result) -> None:
     axes.legend(frameon=False)
 
 
-def _energies(axes: Axes, result: Result) -> None:
+def _plot_energies(axes: Axes, result: Result) -> None:
     energies = result.energies
     for name, values in (
         ("potential", energies.potential),

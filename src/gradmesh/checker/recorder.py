@@ -357,8 +357,7 @@ class Numbering:
 
     def target(self, x: Tensor) -> int:
         """The number of a tensor that is about to be written to, with the memory that it is a view of."""
-        if x not in self._known and base_of(x) is not None:
-            base = base_of(x)
+        if x not in self._known and (base := base_of(x)) is not None:
             known = self._known.get(base)
             whole = self.ref(base) if known is None else known.id
             number = self._number(x, False)
@@ -674,7 +673,7 @@ class Recorder(Numbering, DispatchMode):
     def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
         for x in tensors_in((args, kwargs)):
-            local = None if type(x) is Tensor else local_part(x)
+            local: Any = None if type(x) is Tensor else local_part(x)
             leaf = x.requires_grad and x.is_leaf and type(local) is Tensor
             if leaf and self._follows() and not (local in self._known and self._known[local].leaf):
                 self._leaf(local, self.modules.name_of(x))

@@ -836,7 +836,7 @@ def values_after(params: Sequence[Param], held: Sequence[Any]) -> None:
 
 
 def _copy(x: Any) -> Tensor:
-    local = local_part(x).detach()
+    local: Tensor = local_part(x).detach()
     return local.to_dense() if local.layout is not torch.strided else local.clone()
 
 
