@@ -160,6 +160,17 @@ _ALL = (
         "take the sum, or divide by this rank's count if all ranks have the same count.",
     ),
     Rule(
+        "GM110",
+        "term-repeated",
+        "warning",
+        "A term of the loss that is the same on the ranks counts once for each rank, and the others count once.",
+        "Gradients are summed over the ranks, and the terms that depend on a rank's data are divided by a count over all "
+        "ranks, so that their sum is a mean over all data. A term that every rank computes alike, such as a penalty on "
+        "the parameters, is added up as well: it counts as many times as there are ranks, and its weight changes with "
+        "their number.",
+        "Divide the term by the number of ranks, or add it on one rank alone.",
+    ),
+    Rule(
         "GM201",
         "values-drift",
         "error",
@@ -226,6 +237,37 @@ _ALL = (
         "every rank, such as the loss averaged with dist.all_reduce.",
     ),
     Rule(
+        "GM207",
+        "step-of-a-shard",
+        "warning",
+        "An optimizer's step mixes the entries of a shard, without those of the other ranks.",
+        "The update of an entry depends on other entries, through a norm or a matrix product, as in LARS, LAMB, Muon, "
+        "Shampoo or L-BFGS. On a shard it depends on this rank's entries alone, as no collective runs in the step: the "
+        "update is not that of the whole parameter, and it changes with the number of ranks.",
+        "Sum squared norms over the ranks that hold the parameter; gather a matrix before it is factored, or give each "
+        "rank whole matrices. Where the step of each shard by itself is meant, nothing has to change.",
+    ),
+    Rule(
+        "GM208",
+        "mode-differs",
+        "warning",
+        "A layer is in training on some ranks and in evaluation on others, while their gradients are brought together.",
+        "Dropout and batch norm compute something else in evaluation. Mostly one rank evaluates or saves the model, and "
+        "does not call train() afterwards.",
+        "Call model.train() on every rank after evaluation, or evaluate a copy.",
+    ),
+    Rule(
+        "GM209",
+        "values-not-averaged",
+        "warning",
+        "Ranks that step by themselves bring their parameters together, but not as an average of all of them.",
+        "Each rank takes steps of its own, and the ranks then bring their parameters together. A sum that is not divided "
+        "is as many times too large as there are ranks. Parameters that are left out stay different, beside averaged "
+        "ones that were trained for other values of them.",
+        "Average all of model.parameters(), and its buffers: sum over the ranks and divide by their number. Where each "
+        "rank keeps layers of its own on purpose, nothing has to change.",
+    ),
+    Rule(
         "GM301",
         "same-data",
         "warning",
@@ -256,6 +298,18 @@ _ALL = (
         "Draw it from a generator whose seed the rank in the group enters.",
     ),
     Rule(
+        "GM304",
+        "shares-of-data",
+        "warning",
+        "The ranks' shares of a data set overlap, or are the same in every epoch.",
+        "Each rank's DistributedSampler takes every W-th sample of a shuffled order, which depends on a seed and on the "
+        "epoch. Where ranks have another seed, another epoch or another subset, the shares are no partition: in one "
+        "epoch some samples are read several times and others never. Where set_epoch is not called, every epoch has the "
+        "same batches in the same order, and each rank sees its own share alone.",
+        "Call sampler.set_epoch(epoch) on every rank at the beginning of each epoch, with one seed; split the data set "
+        "with a generator of one seed.",
+    ),
+    Rule(
         "GM401",
         "calls-differ",
         "error",
@@ -277,6 +331,15 @@ _ALL = (
         "that left a loop early, and a backward that one rank does not run.",
         "Follow the places at which the ranks stand: the rank that stands elsewhere, or has returned, has to "
         "make the missing call.",
+    ),
+    Rule(
+        "GM403",
+        "not-waited",
+        "error",
+        "The result of an asynchronous call is used before the call is waited for.",
+        "The tensor has its old values, new ones or some of each, depending on how fast the other ranks and the network "
+        "are. Where gradients are summed so, ranks step along different gradients.",
+        "Keep what the call returns, and call wait() on it before the tensor is used.",
     ),
     Rule(
         "GM501",

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import user_frame
+from gradmesh.checker.observed import Samplers
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
     Called,
@@ -43,6 +44,7 @@ from gradmesh.checker.trace import (
     Step,
     Tape,
     address_of,
+    gradient_of,
     parameters_of,
     values_after,
 )
@@ -169,7 +171,12 @@ _OURS = ("torch.", "gradmesh.")
 
 
 @contextlib.contextmanager
-def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Iterator[None]:
+def watched(
+    recorder: Recorder,
+    steps: int,
+    enough: Callable[[], None],
+    second_epoch: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Tell a recorder what a dispatch mode does not see, and call `enough` after some steps of an optimizer.
 
     The program goes on after that, unseen, for ranks that take longer to get so far.
@@ -177,7 +184,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
     Functions of torch are replaced for as long, since a program may call them from anywhere: `torch.autograd.backward`
     and `grad`, which are asked for by name at every call, and `Function.apply`.
     """
-    watcher = _Watcher(recorder, steps, enough)
+    watcher = _Watcher(recorder, steps, enough, second_epoch)
     recorder.written_by_hand = watcher.writes_itself
     function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
     apply = function.__dict__["apply"]
@@ -208,7 +215,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
 
     graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     try:
-        with hooked, watcher.optimizers.watched():
+        with hooked, watcher.optimizers.watched(), watcher.samplers.watched(), recorder.handles.watched():
             yield
     finally:
         graph.disable_saved_tensors_hooks = disable
@@ -221,7 +228,9 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
 
 
 class _Watcher:
-    def __init__(self, recorder: Recorder, steps: int, enough: Callable[[], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, steps: int, enough: Callable[[], None], second_epoch: Callable[[], None]
+    ) -> None:
         self._to = recorder
         self._enough = enough
         self._tape = recorder.tape
@@ -230,9 +239,10 @@ class _Watcher:
         self._step: Step | None = None
         self._held: list[Any] = []
         """The parameters of the optimizer that is stepping."""
-        self._nested = 0
+        self._nested = self._sends = 0
         self._returned: dict[int, Tensor] = {}
         self.optimizers = Optimizers(recorder)
+        self.samplers = Samplers(recorder.tape, recorder.site, second_epoch)
 
     # -- Functions -----------------------------------------------------------------------------------------------
 
@@ -455,7 +465,11 @@ class _Watcher:
             with to.unseen():
                 copy = None if weight is None else local_part(weight).detach().clone()
                 value = local.detach().clone()
-            self._tape.events.append(Root(number, value, copy, passed, site))
+                idle = not self._tape.steps
+                held = {
+                    name: p.detach().clone() for name, p in to._parameters() if type(p) is torch.nn.Parameter
+                }
+            self._tape.events.append(Root(number, value, copy, passed, site, held if idle else {}))
 
     def saves(self, x: Tensor) -> Tensor:
         """Remember where autograd keeps what it needs for backward."""
@@ -485,6 +499,9 @@ class _Watcher:
                 every = self.optimizers.settings(optimizer)
             for param, settings in zip(self._step.params, every, strict=True):
                 param.settings = settings
+        with self._to.unseen():
+            self._to.mixing.begins(self._held, optimizer.state)
+        self._sends = self._to.sends
         self._to.stepping = True
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
@@ -499,6 +516,9 @@ class _Watcher:
         if self._step is not None:
             with to.unseen():
                 values_after(self._step.params, self._held)
+            if to.sends == self._sends:
+                mixed = to.mixing.mixed.items()
+                self._step.mixed = {self._step.params[at].name: what for at, what in mixed}
         self._held = []
         to.forget()
         self._counted(id(optimizer))
@@ -516,10 +536,12 @@ class _Watcher:
     def _take(self, held: list[Any], *, manual: bool) -> None:
         to = self._to
         to.settle()
+        names = to.modules.names()
+        for p in held if to.handles.pending else ():
+            gradient = gradient_of(p)
+            to.handles.used([] if gradient is None else [gradient], names.get(id(p), "a parameter"))
         with to.unseen():
-            params: list[Param] = parameters_of(
-                held, to.modules.names(), to.id_of, self._returned, to.change_of
-            )
+            params: list[Param] = parameters_of(held, names, to.id_of, self._returned, to.change_of)
             buffers, frozen = to.modules.buffers(), to.modules.frozen()
             written = {
                 name: to.written_at[address_of(x)]
@@ -527,11 +549,13 @@ class _Watcher:
                 if address_of(x) in to.written_at
             }
             to.written_at.clear()
+            taken = frozenset(name for name, x in (*buffers.items(), *frozen.items()) if id(x) in to.taken)
             copies = ({name: x.detach().clone() for name, x in each.items()} for each in (buffers, frozen))
             buffers, frozen = copies
         self._step = Step(
             params, buffers, to.site(), manual, to.modules.averaging(), written=written, frozen=frozen
         )
+        self._step.taken, self._step.modes = taken, to.modules.modes()
         self._tape.events.append(self._step)
         self._returned = {}
 
@@ -593,7 +617,7 @@ def run_rank(
             stack.enter_context(_on_this_machine())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(modules)
-            stack.enter_context(watched(recorder, steps, enough))
+            stack.enter_context(watched(recorder, steps, enough, lambda: None if record else enough()))
             if record:
                 stack.enter_context(recorder)
                 rank_state().tracer = Verbs(recorder)
@@ -615,6 +639,7 @@ def run_rank(
 def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
     """Write the tape, whole or not at all."""
     recorder.settle()
+    tape.labels = recorder.modules.labels
     partial = folder / f"{tape.rank}.partial"
     with partial.open("wb") as file:
         pickle.dump(tape, file, pickle.HIGHEST_PROTOCOL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,7 @@ from gradmesh._torch.operators import (
 )
 from gradmesh._util.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
+from gradmesh.checker.observed import Handles, Mixing
 from gradmesh.checker.trace import (
     Alias,
     Back,
@@ -117,6 +118,10 @@ class Numbering:
         self._kept: Any = WeakTensors()
         """What autograd keeps for backward, as its hooks see it."""
         self._random: Any = WeakTensors()
+        self._still: Any = WeakTensors()
+        """What is made of parameters that take no gradient and of buffers, with the identities of these."""
+        self.taken: frozenset[int] = frozenset()
+        """Those of them that operators took since the last step, and gradients pass through these."""
         self._numbers = 0
         self._sites: dict[tuple[Any, int], int] = {}
 
@@ -148,6 +153,7 @@ class Numbering:
         """Begin anew, after a step: parameters have other values."""
         self._known, self._stores, self._held = WeakTensors(), {}, {}
         self.saved.clear()
+        self.taken = frozenset()
         self.roots = 0
 
     def backward_begins(self) -> None:
@@ -320,9 +326,17 @@ class Numbering:
             if x.requires_grad and x.numel():  # where there is nothing, nothing is lost
                 return self._lost(x, "where a tensor came from is not known")
         random = x in self._random
+        self.taken |= self._still_in((x,))
         number = self._number(x, False)
         self.tape.events.append(ProgramInput(number, x.detach().clone(), random=random))
         return number
+
+    def _still_in(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """The parameters that take no gradient, and buffers, that tensors are, or are made of."""
+        still = self.modules.still
+        return frozenset[int]().union(
+            *({id(x)} if id(x) in still else self._still.get(x) or () for x in tensors)
+        )
 
     def _parameter_at(self, x: Tensor) -> Known | None:
         """What is known of a parameter that autograd hands out as another tensor."""
@@ -561,6 +575,7 @@ class Recorder(Numbering, DispatchMode):
         """The backward of a hand-written Function, or the hook, that is running."""
         self.received: tuple[Called, set[int]] | None = None
         """The call whose backward is running, and where the gradients are that it received."""
+        self.handles, self.mixing = Handles(tape, self.site), Mixing(self.site)
         self.written_at: dict[int, int] = {}
         """The lines that wrote to memory that no gradient passes through, since the last step."""
         self.written_by_hand: Callable[[bool], None] = lambda _: None
@@ -583,6 +598,8 @@ class Recorder(Numbering, DispatchMode):
         kwargs = kwargs or {}
         if self.quiet:
             return func(*args, **kwargs)
+        if self.handles.pending and func.namespace not in ("c10d", "_c10d_functional"):
+            self.handles.used([x for x in tensors_in((args, kwargs)) if type(x) in _PLAIN])
         if not _PLAIN.issuperset(types):
             if not any(each.__name__ in _OF_PARTS for each in types):
                 return func(*args, **kwargs)  # a fake tensor's
@@ -590,6 +607,8 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
+        if self.stepping:
+            return self.mixing.follow(func, args, kwargs)
         if self.received is not None and written(func):
             bound = arguments(func, args, kwargs)
             if any(
@@ -685,13 +704,16 @@ class Recorder(Numbering, DispatchMode):
             self._see_writing(func, args, kwargs, targets)
         draws = _draws(func, args, kwargs)
         drawn = draws or bool(self._random and any(x in self._random for x in tensors_in((args, kwargs))))
+        still = self._still_in(tensors_in((args, kwargs))) if self.modules.still else frozenset[int]()
         if self.roots and not self.backward and not self.stepping:
             result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
         else:
             result = func(*args, **kwargs)
-        if drawn:
-            for x in tensors_in(result):
+        for x in tensors_in(result) if drawn or still else ():
+            if drawn:
                 self._random[x] = True
+            if still and id(x) not in self.modules.still:
+                self._still[x] = still
         return result
 
     def _see_writing(self, func: Any, args: Any, kwargs: Any, targets: frozenset[str]) -> None:

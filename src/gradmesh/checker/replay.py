@@ -644,7 +644,7 @@ def _together(again: Again, group: Sequence[int], calls: Sequence[Sent]) -> None
     results = results_of(calls, ins, shapes)
     if results is None:
         raise UnfaithfulError(f"{calls[0].kind} cannot be run again")
-    again.calls += 1
+    again.calls += any(x.requires_grad for each in ins for x in each)
     for rank, call, values in zip(group, calls, results, strict=True):
         again.ranks[rank].write(call, values)
 

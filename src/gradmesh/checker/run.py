@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,13 @@ from gradmesh.checker.findings import Verdict
 from gradmesh.checker.hooks import run_rank
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.judge import judged
-from gradmesh.checker.judging.values import averages_values, sends_nothing
+from gradmesh.checker.judging.values import (
+    averages_values,
+    brought_together,
+    order_repeats,
+    sends_nothing,
+    shares_overlap,
+)
 from gradmesh.checker.trace import Tape
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch.process_ranks import free_port
@@ -31,6 +38,9 @@ _AT_WORK = 0.2
 
 _LOCAL_STEPS = 12
 """How many steps are looked at for the place where ranks that step by themselves bring their values together."""
+
+_EPOCH = 64
+"""How many steps the second epoch of a sampler is waited for."""
 
 _GRACE = 3.0
 """Seconds without any work, after which the ranks that are left by one that failed are ended."""
@@ -111,19 +121,37 @@ def check_script(
         found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=ranks, see=see
     )
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - since)
-    if {each.rule.id for each in verdict.errors} == {"GM101"} and sends_nothing(found.tapes):
+    if {each.rule.id for each in verdict.errors} == {"GM101"}:
         # Ranks may take steps of their own for a while, and bring their values together then.
-        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
-        verdict.seconds["checked"] += longer.seconds
-        place = averages_values(longer.tapes)
-        if place is not None:
+        seen = found.tapes
+        together, more = brought_together(seen)
+        if not together and sends_nothing(seen):
+            longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
+            verdict.seconds["checked"] += longer.seconds
+            seen = longer.tapes
+            together, more = brought_together(seen)
+            together = together or averages_values(seen) is not None
+        if together:
             note = (
-                f"each rank steps along its own gradient, and at {place} the ranks bring together what they have: "
-                "these are taken for local steps, whose gradients are not compared"
+                f"each rank steps along its own gradient, and at {averages_values(seen)} the ranks bring together what "
+                "they have: these are taken for local steps, whose gradients are not compared"
             )
             findings = tuple(each for each in verdict.findings if each.rule.id != "GM101")
-            verdict = replace(verdict, findings=findings, notes=(*verdict.notes, note))
-    if verdict.errors and all(each.by_number for each in verdict.errors):
+            verdict = replace(verdict, findings=(*findings, *more), notes=(*verdict.notes, note))
+    tapes = [tape for tape in found.tapes if tape is not None]
+    if len(tapes) == ranks and any(
+        each.shuffle and not each.is_set for tape in tapes for each in tape.epochs
+    ):
+        # How the ranks' shares and their order go on is seen where the second epoch begins.
+        most = _GRACE + 3 * found.seconds
+        longer = recorded(target, ranks=ranks, steps=_EPOCH, timeout=timeout, record=False, most=most)
+        verdict.seconds["checked"] += longer.seconds
+        tapes = [tape for tape in longer.tapes if tape is not None]
+        more = [*shares_overlap(tapes), *order_repeats(tapes)] if len(tapes) == ranks else []
+        known = {each.rule.id for each in verdict.findings}
+        more = [each for each in more if each.rule.id not in known]
+        verdict = replace(verdict, findings=(*verdict.findings, *more))
+    if any(each.by_number for each in verdict.findings) and all(each.by_number for each in verdict.errors):
         since = time.perf_counter()
         verdict = _on_more_ranks(verdict, target, steps, timeout)
         verdict.seconds["checked"] += time.perf_counter() - since
@@ -135,9 +163,11 @@ def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float)
     more = 2 * verdict.ranks
     found = recorded(target, ranks=more, steps=steps, timeout=timeout)
     other = judged(found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=more)
-    lines = {str(each.at) for each in other.errors if each.rule.id == "GM109"}
-    settled = other.status == "complete" and bool(other.followed) and len(lines) == len(other.errors)
-    dropped = [each for each in verdict.errors if str(each.at) not in lines]
+    same = {(each.rule.id, str(each.at), each.subject) for each in other.findings}
+    settled = other.status == "complete" and bool(other.followed)
+    settled = settled and all(each.rule.id == "GM109" for each in other.errors)
+    numbered = [each for each in verdict.findings if each.by_number]
+    dropped = [each for each in numbered if (each.rule.id, str(each.at), each.subject) not in same]
     then = (
         f"on {more} ranks it does not: the number is taken for a constant of the program"
         if settled
@@ -148,8 +178,10 @@ def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float)
     return replace(verdict, findings=kept, notes=(*verdict.notes, *notes))
 
 
-def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: bool = True) -> Recording:
-    """Run a script on ranks, and collect their tapes."""
+def recorded(
+    target: Target, *, ranks: int, steps: int, timeout: float, record: bool = True, most: float = math.inf
+) -> Recording:
+    """Run a script on ranks, for so many seconds at most, and collect their tapes."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="gradmesh-check-") as folder, _ended(server) as start:
@@ -157,7 +189,7 @@ def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: 
         started = [
             start(run_rank, (rank, ranks, port, target, folder, steps, record)) for rank in range(ranks)
         ]
-        stuck, killed = _waited(started, Path(folder), timeout)
+        stuck, killed = _waited(started, Path(folder), timeout, since + most)
         seconds = time.perf_counter() - since
         return Recording(
             [_tape(Path(folder) / f"{rank}.tape") for rank in range(ranks)],
@@ -231,18 +263,18 @@ def _end_group(leader: int | None) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
-def _waited(started: Sequence[Any], folder: Path, timeout: float) -> tuple[bool, dict[int, int]]:
+def _waited(started: Sequence[Any], folder: Path, timeout: float, end: float) -> tuple[bool, dict[int, int]]:
     """Wait for the ranks, until they are over or nothing happens any more.
 
     Returns:
         Whether that was so, and the signals that killed ranks before, by rank.
     """
-    stuck = _stand_still(started, folder, timeout)
+    stuck = _stand_still(started, folder, timeout, end)
     codes = [process.exitcode for process in started]
     return stuck, {rank: -code for rank, code in enumerate(codes) if code is not None and code < 0}
 
 
-def _stand_still(started: Sequence[Any], folder: Path, timeout: float) -> bool:
+def _stand_still(started: Sequence[Any], folder: Path, timeout: float, end: float) -> bool:
     """Wait until all ranks are over, or have left their tapes, or nothing happens any more: whether it is that."""
     last, seen = time.monotonic(), (0, 0.0)
     failed = 0.0
@@ -257,7 +289,11 @@ def _stand_still(started: Sequence[Any], folder: Path, timeout: float) -> bool:
             last, seen = now, (size, used)
         # Ranks that wait for one that has failed wait for ever, mostly; one that has ended may be waited for by none.
         failed = failed or (now if _one_failed(started, folder) else 0.0)
-        if now - last > timeout or (failed and now - max(failed, last) > min(timeout, _GRACE)):
+        if (
+            now - last > timeout
+            or time.perf_counter() > end
+            or (failed and now - max(failed, last) > min(timeout, _GRACE))
+        ):
             return True
     return False
 

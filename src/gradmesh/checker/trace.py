@@ -229,6 +229,7 @@ class Root:
         value: a copy, to hold what is run again against.
         weight: the gradient that it was given.
         passed_on: whether that came from another rank, which has the loss.
+        held: the parameters, by name, where the rank has not stepped.
     """
 
     id: int
@@ -236,6 +237,7 @@ class Root:
     weight: Tensor | None
     passed_on: bool
     site: int
+    held: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -298,6 +300,48 @@ class Plateau:
 
 
 @dataclass(slots=True)
+class Epoch:
+    """What a `DistributedSampler` gives its rank, from one `iter` of it to the next.
+
+    Attributes:
+        sampler: its number, as they are first used.
+        site: of the line.
+        size: of the data set that `indices` count in, behind `Subset`s.
+        replicas, rank, shuffle: as it has them.
+        is_set: whether `set_epoch` was called before.
+        seed: what its order depends on, with the epoch.
+        padding: how many samples it repeats, so that all ranks have as many.
+    """
+
+    sampler: int
+    site: int
+    size: int
+    replicas: int
+    rank: int
+    shuffle: bool
+    is_set: bool
+    seed: tuple[int, int]
+    padding: int
+    indices: list[int]
+
+
+@dataclass(slots=True)
+class Unwaited:
+    """The result of an asynchronous call was used before the call was waited for.
+
+    Attributes:
+        kind: of the call.
+        started, used: the lines.
+        subject: the parameter whose gradient it is, where a step used it; else "".
+    """
+
+    kind: str
+    started: int
+    used: int
+    subject: str
+
+
+@dataclass(slots=True)
 class Param:
     """A parameter at an optimizer step.
 
@@ -349,6 +393,12 @@ class Step:
     """The lines at which the program last wrote to buffers and frozen parameters."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Copies of the parameters that take no gradient."""
+    taken: frozenset[str] = frozenset()
+    """The names of those frozen parameters and buffers of which operators that gradients pass through took something."""
+    modes: dict[str, bool] = field(default_factory=dict)
+    """Whether layers that do something else in evaluation were in training when they were last called for gradients."""
+    mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Parameters whose entries the step mixes without a collective, with the operator that does it and its line."""
 
 
 @dataclass(slots=True)
@@ -401,6 +451,9 @@ class Tape:
         calls: of Functions, by number.
         comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
         plateaus: the schedulers that lower a learning rate where a value stops to fall.
+        epochs: of the samplers, in order.
+        unwaited: results of asynchronous calls that were used too early.
+        labels: what stands before the names of parameters, where several modules were called.
         places: the lines that `site` numbers.
         steps: how many optimizer steps were seen.
         ended: "stopped" after the steps asked for, "returned", or "raised".
@@ -415,12 +468,41 @@ class Tape:
     calls: dict[int, Called] = field(default_factory=dict)
     comm_hook: int = -1
     plateaus: list[Plateau] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    unwaited: list[Unwaited] = field(default_factory=list)
+    labels: set[str] = field(default_factory=set)
     places: list[Place] = field(default_factory=list)
     steps: int = 0
     ended: str = "returned"
     error: str = ""
     raised_at: int = -1
     seconds: float = 0.0
+
+
+def without_label(tape: Tape) -> None:
+    """Call the parameters of a rank that steps one module alone as if that were the only one that was called.
+
+    Other ranks may not call the other modules, such as a copy that rank 0 evaluates.
+    """
+    stepped = {param.name for event in tape.events if isinstance(event, Step) for param in event.params}
+    labels = [each for each in tape.labels if any(name.startswith(each) for name in stepped)]
+    if len(labels) != 1:
+        return
+    label = labels[0]
+    for event in tape.events:
+        if isinstance(event, (ProgramInput, Scaled)):
+            event.name = event.name.removeprefix(label)
+        elif isinstance(event, Sent):
+            event.parameters = [name.removeprefix(label) for name in event.parameters]
+        elif isinstance(event, Root):
+            event.held = {name.removeprefix(label): x for name, x in event.held.items()}
+        elif isinstance(event, Step):
+            for param in event.params:
+                param.name = param.name.removeprefix(label)
+            for key in ("buffers", "written", "frozen", "modes", "mixed"):
+                named = getattr(event, key)
+                setattr(event, key, {name.removeprefix(label): x for name, x in named.items()})
+            event.taken = frozenset(name.removeprefix(label) for name in event.taken)
 
 
 def refs(event: Event) -> list[int]:
@@ -494,11 +576,11 @@ class Gradients:
         """The parameter of whose gradient a tensor is a part: some rows, say, or the imaginary parts; else None."""
         if not self._sought or x.requires_grad or not x.numel() or self.name_at(x) is not None:
             return None
-        at, last = address_of(x), _end_of(x)
+        at, last = address_of(x), end_of(x)
         for name, held in self._named:
             p = held()
             gradient = None if p is None else gradient_of(p)
-            if gradient is None or not address_of(gradient) <= at <= last <= _end_of(gradient):
+            if gradient is None or not address_of(gradient) <= at <= last <= end_of(gradient):
                 continue
             if x.numel() * x.element_size() < gradient.numel() * gradient.element_size():
                 return name
@@ -521,8 +603,8 @@ def _span(x: Tensor) -> tuple[int, int]:
     return address_of(x), x.numel() * x.element_size()
 
 
-def _end_of(x: Tensor) -> int:
-    """Where the last entry of a tensor ends."""
+def end_of(x: Tensor) -> int:
+    """Where the last entry of a tensor ends in memory."""
     steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return address_of(x) + (steps + 1) * x.element_size()
 
@@ -854,6 +936,10 @@ _WRAPPERS = ("DistributedDataParallel", "OptimizedModule", "DataParallel")
 """Modules around a module, whose names would only stand before those of its parameters."""
 
 
+_OF_MODES = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+"""Layers that compute something else in evaluation than in training."""
+
+
 class Modules:
     """The modules that are called, from the outermost; a context."""
 
@@ -861,6 +947,11 @@ class Modules:
         self._stack: list[nn.Module] = []
         self._roots: list[weakref.ref[nn.Module]] = []
         self._hooks: list[Any] = []
+        self._modes: dict[int, bool] = {}
+        self.labels: set[str] = set()
+        """What has stood before names."""
+        self.still: set[int] = set()
+        """The identities of parameters that take no gradient, and of buffers, of modules that were called."""
 
     def __enter__(self) -> Modules:
         self._hooks = [
@@ -876,6 +967,11 @@ class Modules:
     def _enters(self, module: nn.Module, _: Any) -> None:
         if not self._stack and not any(root() is module for root in self._roots):
             self._roots.append(weakref.ref(module))
+        if not self._stack:
+            self.still.update(id(p) for p in module.parameters() if not p.requires_grad)
+            self.still.update(id(x) for x in module.buffers() if x.is_floating_point())
+        if torch.is_grad_enabled() and isinstance(module, _OF_MODES):
+            self._modes[id(module)] = module.training or self._modes.get(id(module), False)
         self._stack.append(module)
 
     def _leaves(self, module: nn.Module, _: Any, __: Any) -> None:
@@ -918,6 +1014,17 @@ class Modules:
             if not parameter.requires_grad and type(parameter) is nn.Parameter
         }
 
+    def modes(self) -> dict[str, bool]:
+        """Whether layers were in training in any call for gradients since the last time; by their names."""
+        named = (
+            (label + name, module)
+            for label, root in self._labelled()
+            for name, module in root.named_modules()
+        )
+        found = {name: self._modes[id(module)] for name, module in named if id(module) in self._modes}
+        self._modes = {}
+        return found
+
     def name_of(self, leaf: Tensor) -> str:
         """The name of a parameter that an operator has just met: of what its module holds at this moment."""
         for module in reversed(self._stack):
@@ -949,4 +1056,6 @@ class Modules:
             bare.append(module)
         if len(bare) == 1:
             return [("", bare[0])]
-        return [(f"{type(module).__name__}{at}.", module) for at, module in enumerate(bare)]
+        labelled = [(f"{type(module).__name__}{at}.", module) for at, module in enumerate(bare)]
+        self.labels.update(label for label, _ in labelled)
+        return labelled

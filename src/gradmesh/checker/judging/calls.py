@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
-from gradmesh.checker.judging.context import Context, finding
+from gradmesh.checker.judging.context import Context, finding, listed
 from gradmesh.checker.judging.parameters import Got, in_double, near, ratio_of, tolerance
 from gradmesh.checker.trace import Called, Op, Saved, Sent, refs
 
@@ -144,11 +144,6 @@ _MOVING = {
     "split_with_sizes",
     "slice",
 }
-
-
-def listed(names: Sequence[str]) -> str:
-    """Some names, in words."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 _OF_VERBS = (

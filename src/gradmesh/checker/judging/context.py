@@ -106,6 +106,11 @@ def finding(
     return Finding(RULES[rule], said, at, began, tuple(sorted(set(ranks))), subject, remedy)
 
 
+def listed(names: Sequence[str]) -> str:
+    """Some names, in words."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def cut_before_collectives(context: Context) -> list[str]:
     """A note for each collective, and each hand-written Function, that is handed what was detached.
 

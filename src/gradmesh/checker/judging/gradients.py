@@ -355,6 +355,101 @@ _OF_SCALES = (
 )
 
 
+def copies_in_norm(context: Context) -> list[Finding]:
+    """A norm that gradients are multiplied by, and that counts what ranks have copies of once for each of them."""
+    events = context.events(0)
+    scaled = {e.name: e for e in events if isinstance(e, Scaled) and e.own and not e.by}
+    if not scaled or any(got.parts[0].param.whole for got in context.got):
+        return []
+    total = once = 0.0
+    for got in context.got:
+        squares = [
+            float(in_double(part.param.grad).square().sum())
+            for part in got.parts
+            if part.param.grad is not None and got.name in scaled
+        ]
+        total, once = total + sum(squares), once + max(squares, default=0.0)
+    for event in events:
+        found = event.total if isinstance(event, Sent) and event.phase == "apart" else None
+        if found and total > 1.01 * once and abs(found - total) < 1e-4 * total:
+            first = next(iter(scaled.values()))
+            said = (
+                f"gradients are multiplied by {first.factor:.4g}, and the sum over the ranks of squared norms, "
+                f"{found:.4g}, counts parameters that ranks have copies of once for each rank: the gradient's squared "
+                f"norm is {once:.4g}"
+            )
+            place, began = context.place(0, first.site), context.place(0, event.site)
+            return [finding("GM205", said, place, began, range(len(context.tapes)), remedy=_OF_COPIES)]
+    return []
+
+
+_OF_COPIES = (
+    "Sum the squared norms of shards over the ranks that hold them, and add those of parameters that every rank has "
+    "once, after that sum; or call gm.nn.clip_grad_norm_."
+)
+
+
+def repeated_terms(context: Context) -> list[Finding]:
+    """Terms of the loss that are the same on all ranks, beside terms that are divided by a count over all ranks."""
+    ranks = range(len(context.tapes))
+    if len(ranks) < 2 or context.truth.different < len(ranks) or abs(context.expected - 1) > _NEAR:
+        return []
+    each = [_terms(context, rank) for rank in ranks]
+    shared = {got.name for got in context.got if len(got.parts) == len(ranks)}
+    if len({len(terms) for terms in each}) > 1 or not any(total for *_, total in each[0]):
+        return []
+    for terms in zip(*each, strict=True):
+        _, net, site, divided = terms[0]
+        values = [x for rank, term in enumerate(terms) if (x := context.tensor(rank, term[0])) is not None]
+        alike = (
+            all(near(x.detach(), values[0].detach(), 1e-6) for x in values)
+            and len({x[1] for x in terms}) == 1
+        )
+        if divided or len(values) < len(ranks) or not alike or not values[0].requires_grad:
+            continue
+        found = torch.autograd.grad(
+            values[0], list(context.again.ranks[0].leaves.values()), retain_graph=True, allow_unused=True
+        )
+        used = {
+            number
+            for number, x in zip(context.again.ranks[0].leaves, found, strict=True)
+            if x is not None and x.any()
+        }
+        names = [got.name for got in context.got if used.intersection(got.parts[0].ids)]
+        if not names or not shared.issuperset(names):
+            continue
+        said = (
+            f"a term of the loss, {values[0].item():.4g} times {net:.4g}, is the same on all {len(ranks)} ranks, and "
+            f"the gradients are summed: it counts {len(ranks)} times, and the terms that are divided by a number of "
+            "all ranks count once"
+        )
+        made = finding("GM110", said, context.place(0, site), context.place(0, context.root_site(0)), ranks)
+        return [replace(made, subject=f"{net:.6g}", by_number=True)]
+    return []
+
+
+def _terms(context: Context, rank: int) -> list[tuple[int, float, int, bool]]:
+    """The terms of a loss: each with its factor, its line, and whether it is divided by a count over all ranks."""
+    made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
+    counts = {*_totals(context, rank), float(len(context.tapes))}
+    roots = [e for e in context.events(rank) if isinstance(e, Root)]
+    todo, found = [(root.id, 1.0, root.site, False) for root in roots[:1]], []
+    while todo and len(found) < 64:
+        number, net, site, divided = todo.pop(0)
+        op = made.get(number)
+        name, taken = ("", []) if op is None else (op.name.split(".")[1].rstrip("_"), refs(op))
+        value = None if op is None else number_in(context, rank, op)
+        if op is not None and name in ("mul", "div") and value:
+            net *= value if name == "mul" else 1 / value
+            total = any(abs(n * each - 1) < 1e-6 for n in (1 / value, value) for each in counts if each > 1)
+            todo.append((taken[0], net, op.site, divided or total))
+        elif op is not None and name in ("add", "sub", "view", "clone", "alias", "squeeze") and taken:
+            todo += [(each, net, op.site, divided) for each in taken]
+        else:
+            found.append((number, net, site, divided))
+    return found
+
+
 def _is_one_model(context: Context) -> bool:
     """Whether ranks have parameters in common, or gradients pass between them."""
     return context.again.calls > 0 or any(len(got.parts) > 1 for got in context.got)

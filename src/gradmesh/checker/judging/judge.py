@@ -16,8 +16,10 @@ from gradmesh.checker.findings import Finding, Place, Status, Verdict
 from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, with_text
 from gradmesh.checker.judging.gradients import (
+    copies_in_norm,
     faults_of_gradients,
     notes_on_averages,
+    repeated_terms,
     scaled_alone,
     scales,
     wrong_ones,
@@ -26,21 +28,27 @@ from gradmesh.checker.judging.parameters import Got, Segment, Truth, gotten, seg
 from gradmesh.checker.judging.values import (
     drifted,
     drifted_later,
+    idle_apart,
     masks,
+    mixed_shards,
+    modes_apart,
     never_same,
+    order_repeats,
     overwritten_steps,
     parted,
     parted_by_closure,
     same_data,
     settings_apart,
+    shares_overlap,
     statistics,
     steps_apart,
     targets_apart,
     tied,
     unused_plateaus,
+    unwaited,
 )
 from gradmesh.checker.replay import UnfaithfulError, run_again
-from gradmesh.checker.trace import Root, Tape
+from gradmesh.checker.trace import Root, Tape, without_label
 
 _FOLLOWS = (
     "Connection closed by peer",
@@ -226,8 +234,10 @@ def judged(
     notes: list[str] = []
     followed = list[int]()
     there = [tape for tape in tapes if tape is not None]
+    for tape in there:
+        without_label(tape)
     if len(there) == ranks and not found:
-        found += steps_apart(there)
+        found += unwaited(there) or steps_apart(there)
     if len(there) == ranks and not found:
         every = segments(there)
         for number, segment in enumerate(every, 1):
@@ -241,8 +251,9 @@ def judged(
                 break  # what follows is a consequence
         if not found:
             found += parted_by_closure(there)
-        found += settings_apart(there)
+        found += [*settings_apart(there), *shares_overlap(there), *order_repeats(there)]
         notes += unused_plateaus(there)
+        found += idle_apart(there)
         idle = [str(tape.rank) for tape in there if not tape.steps]
         if 0 < len(idle) < len(there) and not found:
             notes.append(
@@ -305,6 +316,7 @@ def _judged_step(
         for each in rank.lost
     }
     found = [*masks(context), *statistics(context), *same_data(context), *targets_apart(context, following)]
+    found += [*modes_apart(context), *mixed_shards(context)]
     if number == 1:  # later on gains of one may be alike by chance: Adam's first step is one of two for each
         found += tied(context)
     if lost:
@@ -330,7 +342,7 @@ def _judged_step(
         )
         return found
     followed.append(number)
-    alone = scaled_alone(context)
+    alone = scaled_alone(context) or copies_in_norm(context)
     if alone:
         return [*found, *alone]  # what else differs may come of it
     if wrong and not apart:
@@ -345,6 +357,7 @@ def _judged_step(
             or drifted_later(context, following)
             or overwritten_steps(context, following)
         )
+        found += repeated_terms(context)
         notes.extend(notes_on_averages(context))
     for got in context.got:
         if got.kind == "infinite":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
-from gradmesh.checker.judging.context import Context, finding, with_text
+from gradmesh.checker.judging.context import Context, finding, listed, with_text
 from gradmesh.checker.judging.parameters import Got, Segment, is_constant, is_sum, near
 from gradmesh.checker.trace import Lost, Op, Param, ProgramInput, Root, Sent, Step, Tape, refs
 
@@ -92,16 +93,21 @@ def _is_its_own(context: Context, rank: int, param: Param) -> bool:
 def statistics(context: Context) -> list[Finding]:
     """Buffers that differ between ranks that have the same parameters."""
     replicated = {got.ranks for got in context.got if len(got.parts) > 1}
-    names = set.intersection(*[set(steps[0].buffers) for steps in context.segment.steps])
-    for name in sorted(names):
-        values = [steps[0].buffers[name] for steps in context.segment.steps]
+    each = [steps[0] for steps in context.segment.steps]
+    buffers = set.intersection(*(set(step.buffers) for step in each))
+    # Ranks without a collective between them have one model: what the loss takes of it is the same.
+    frozen = set.intersection(*(set(step.frozen) & step.taken for step in each))
+    for name in sorted(buffers) + ([] if context.again.calls else sorted(frozen)):
+        values = [step.buffers[name] if name in buffers else step.frozen[name] for step in each]
         for ranks in replicated:
             own = [values[rank] for rank in ranks]
             if len({x.shape for x in own}) == 1 and not all(near(x, own[0], 1e-5) for x in own):
                 said = f"the buffer {name} is made of each rank's own data, and differs between ranks of one model"
+                if name in frozen:
+                    said = f"{name} takes no gradient, the loss depends on it, and it differs between ranks of one model"
                 said += f": {held_on(name, list(zip(ranks, own, strict=True)))}"
                 at, by_hand = _written_at(context, ranks[0], name)
-                remedy = _BY_HAND if by_hand else ""
+                remedy = _OF_FROZEN if name in frozen else _BY_HAND if by_hand else ""
                 return [finding("GM203", said, context.place(ranks[0], at), None, ranks, name, remedy)]
     return []
 
@@ -109,6 +115,12 @@ def statistics(context: Context) -> list[Finding]:
 _BY_HAND = (
     "Make it of the data of all ranks where it is updated: dist.all_reduce its sums and counts before they are "
     "written. If only evaluation reads it, averaging or broadcasting it before evaluation and before saving is enough."
+)
+
+
+_OF_FROZEN = (
+    "Make it the same on all ranks: load it from one file or seed, or broadcast it, dist.broadcast(p.data, src=0) for p "
+    "in its parameters()."
 )
 
 
@@ -194,19 +206,20 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def same_data(context: Context) -> list[Finding]:
     """Ranks that all do the same, and average what they get."""
     ranks = range(len(context.tapes))
-    group = context.truth.classes[0]
+    group = max(context.truth.classes, key=len)
     averages = any(steps[0].wrapped for steps in context.segment.steps)
     sums = any(
         call.kind in ("all_reduce", "reduce_scatter") and call.phase != "forward"
         for calls in context.again.groups
         for call in calls.values()
     )
-    if len(group) < 2 or context.again.calls or not (averages or sums) or len(group) != len(context.tapes):
+    if len(group) < 2 or context.again.calls or not (averages or sums):
         return []
     roots = {e.id for e in context.events(0) if isinstance(e, Root)}
     site = next((e.site for e in context.events(0) if isinstance(e, Op) and roots.intersection(e.outs)), -1)
-    said = f"all {len(group)} ranks compute the same loss from the same data: their average is what each has alone"
-    return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), ranks)]
+    who = f"all {len(group)} ranks" if len(group) == len(ranks) else f"ranks {_numbers(group)}"
+    said = f"{who} compute the same loss from the same data: their average is what each has alone"
+    return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), group)]
 
 
 def masks(context: Context) -> list[Finding]:
@@ -478,6 +491,36 @@ def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
     return []
 
 
+def idle_apart(tapes: Sequence[Tape]) -> list[Finding]:
+    """Parameters that some ranks step and others, which run backward too, never do, and that are then not the same."""
+    stepping = [tape for tape in tapes if tape.steps]
+    for tape in tapes if stepping else ():
+        roots = [event for event in tape.events if isinstance(event, Root)]
+        other, steps = stepping[0], _steps(stepping[0])
+        each = sum(isinstance(event, Root) for event in other.events) // len(steps)
+        if tape.steps or len(steps) < 2 or each == 0 or len(roots) <= each:
+            continue
+        before = {param.name: param.value for param in steps[0].params}
+        then = {param.name: param.value for param in steps[1].params}
+        for name, value in roots[each].held.items():
+            first = roots[0].held.get(name)
+            if name not in then or first is None or then[name].shape != value.shape:
+                continue
+            if torch.equal(first, before[name]) and not near(value, then[name], 1e-5):
+                pair = [(other.rank, then[name]), (tape.rank, value)]
+                said = (
+                    f"{name} is the same on ranks {other.rank} and {tape.rank}, rank {other.rank} steps it and rank "
+                    f"{tape.rank} does not, and it is not the same when it is used next: {held_on(name, pair)}"
+                )
+                remedy = (
+                    "Step on every rank along the same gradient; or send every parameter from the rank that stepped it "
+                    "to the others after its step."
+                )
+                place = with_text(other.places, steps[0].site)
+                return [finding("GM201", said, place, None, (other.rank, tape.rank), name, remedy)]
+    return []
+
+
 def sends_nothing(tapes: Sequence[Tape | None]) -> bool:
     """Whether each rank trains for itself, as far as was seen: no more than numbers and first values are sent."""
     sent = [event for tape in tapes if tape is not None for event in tape.events if isinstance(event, Sent)]
@@ -524,7 +567,7 @@ def targets_apart(context: Context, following: Sequence[Segment]) -> list[Findin
             if len(got.parts) < 2 or got.parts[0].param.whole:
                 continue
             steps = [(context.segment.steps[rank][0], later.steps[rank][0]) for rank in got.ranks]
-            for name in set.intersection(*({*now.frozen, *now.buffers} for now, _ in steps)):
+            for name in set.intersection(*({*now.frozen, *now.buffers} & now.taken for now, _ in steps)):
                 values = [_held(now, name) for now, _ in steps]
                 shares = [
                     _kept(value, _held(then, name), part.param.after)
@@ -628,6 +671,8 @@ def _copies(steps: Sequence[Step]) -> Iterator[list[tuple[int, Param]]]:
 
 
 def _is_copy(a: Param, b: Param) -> bool:
+    if a.whole:
+        return (a.whole, a.mesh) == (b.whole, b.mesh)
     if a.grad is None or b.grad is None or a.value.shape != b.value.shape or a.grad.shape != b.grad.shape:
         return False
     same = torch.equal(a.value, b.value) and bool(a.grad.any())
@@ -646,10 +691,9 @@ def _apart(
         f"{key} is {_listed([(rank, each.numbers[key]) for rank, each in every])}" for key in odd
     )
     name = group[0][1].name
-    said = (
-        f"{name} is the same on these ranks before the step and gets the same gradient, but the optimizers' settings "
-        f"differ: {shown}"
-    )
+    one = "is the same on these ranks before the step and gets the same gradient"
+    one = "is one parameter, of which these ranks hold shards" if group[0][1].whole else one
+    said = f"{name} {one}, but the optimizers' settings differ: {shown}"
     rank, own = every[0]
     rates = all("lr" in key for key in odd)
     began = own.scheduled if rates and own.scheduled >= 0 else own.made
@@ -714,3 +758,172 @@ def _listed(values: Sequence[tuple[int, tuple[float, ...]]]) -> str:
     ]
     listed = ", ".join(f"{text} on rank {rank}" for text, (rank, _) in zip(shown[:4], values, strict=False))
     return listed + (f" and others on {len(values) - 4} more ranks" if len(values) > 4 else "")
+
+
+def modes_apart(context: Context) -> list[Finding]:
+    """Layers that are in training on some ranks of one model and in evaluation on others."""
+    for ranks in {got.ranks for got in context.got if len(got.parts) > 1}:
+        steps = {rank: context.segment.steps[rank][0] for rank in ranks}
+        for name in sorted(set.intersection(*(set(step.modes) for step in steps.values()))):
+            training = [rank for rank in ranks if steps[rank].modes[name]]
+            if 0 < len(training) < len(ranks):
+                others = [rank for rank in ranks if rank not in training]
+                said = (
+                    f"the layer {name} is in training on rank {_numbers(training)} and in evaluation on rank "
+                    f"{_numbers(others)}, and these ranks bring the gradients of one model together"
+                )
+                place = context.place(others[0], context.root_site(others[0]))
+                return [finding("GM208", said, place, None, ranks, name)]
+    return []
+
+
+def mixed_shards(context: Context) -> list[Finding]:
+    """Shards whose entries a step mixes, without a collective."""
+    for got in context.got:
+        for part in got.parts:
+            steps = [step for step in context.segment.steps[part.rank] if step.mixed]
+            cut = part.param.whole and any(kind == "shard" for kind, _ in part.param.placements)
+            named = [step.mixed[got.name] for step in steps if got.name in step.mixed]
+            pieces = (
+                [found for step in steps for found in step.mixed.values()] if part.covered is not None else []
+            )
+            split = not part.param.whole and bool(named) and _is_split(context, got.name)
+            for what, site in (named if cut or split else []) or pieces:
+                said = (
+                    f"the step takes {what} of what rank {part.rank} holds of {got.name}, and moves its entries by "
+                    "the result; other ranks hold other entries of it, and no collective runs in the step"
+                )
+                began = context.place(part.rank, context.used_at(part.rank, part.ids))
+                return [finding("GM207", said, context.place(part.rank, site), began, got.ranks, got.name)]
+    return []
+
+
+def _is_split(context: Context, name: str) -> bool:
+    """Whether ranks have parts of one matrix: what each makes with its part is summed over them, of other operands.
+
+    Or it is gathered from them, and made of the same operand.
+    """
+    found = []
+    for rank, steps in enumerate(context.segment.steps):
+        param = next((param for step in steps for param in step.params if param.name == name), None)
+        product = None if param is None or param.id is None else _product(context, rank, param.id)
+        if param is not None and product is not None:
+            found.append((param.value, *product))
+    values, operands, kinds = ([each[at] for each in found] for at in range(3))
+    if len(found) < 2 or len({*kinds}) > 1 or all(near(x, values[0], 1e-6) for x in values):
+        return False
+    return (kinds[0] == "all_gather") == all(near(x, operands[0], 1e-6) for x in operands)
+
+
+def _product(context: Context, rank: int, number: int) -> tuple[Tensor, str] | None:
+    """What a parameter is multiplied with, and the collective that takes the product."""
+    made, after, operand = {number}, set[int](), None
+    for event in context.events(rank):
+        taken = refs(event)
+        if isinstance(event, Op):
+            name = event.name.split(".")[1]
+            if operand is None and name in _PRODUCTS and made.intersection(taken):
+                others = [x for n in taken if n not in made and (x := context.tensor(rank, n)) is not None]
+                operand, after = (others[-1].detach() if others else None), set(event.outs)
+            elif name in _MOVES and made.intersection(taken):
+                made.update(event.outs)
+            if after.intersection(taken) and (name in _MOVES or name.startswith("add")):
+                after.update(event.outs)
+        elif isinstance(event, Sent) and event.followed and after.intersection(taken) and operand is not None:
+            return operand, "all_gather" if event.kind.startswith("all_gather") else event.kind
+    return None
+
+
+_PRODUCTS = {"mm", "addmm", "bmm", "matmul", "linear", "convolution"}
+_MOVES = {
+    "t",
+    "transpose",
+    "view",
+    "_unsafe_view",
+    "clone",
+    "alias",
+    "detach",
+    "permute",
+    "expand",
+    "unsqueeze",
+}
+
+
+def unwaited(tapes: Sequence[Tape]) -> list[Finding]:
+    """Results of asynchronous calls that are used before these are waited for."""
+    for tape in tapes:
+        for each in tape.unwaited:
+            what = f"the gradient of {each.subject} is stepped with" if each.subject else "the result is used"
+            said = f"{each.kind} is called with async_op=True, and {what} before the call is waited for"
+            at, began = with_text(tape.places, each.used), with_text(tape.places, each.started)
+            return [finding("GM403", said, at, began, range(len(tapes)), each.subject)]
+    return []
+
+
+def shares_overlap(tapes: Sequence[Tape]) -> list[Finding]:
+    """Samplers whose ranks read some samples several times in one epoch, and others never."""
+    for epochs in zip(*(tape.epochs for tape in tapes), strict=False):
+        first, own = epochs[0], {each.rank: each for each in epochs}
+        alike = len({(each.sampler, each.size, each.replicas) for each in epochs}) == 1
+        if not alike or len(own) < 2:
+            continue
+        read = [set(each.indices) for each in own.values()]
+        twice = sum(map(len, read)) - len(set().union(*read))
+        if twice <= max(0, max(each.padding for each in epochs)):
+            continue
+        seeds = [(rank, tuple(map(float, each.seed))) for rank, each in enumerate(epochs)]
+        why = f"seed and epoch of the samplers are {_listed(seeds)}"
+        if len({each.seed for each in epochs}) == 1:
+            why = "the subsets of the data set that the samplers have differ"
+        said = (
+            f"the ranks' shares of a data set of {first.size} samples overlap: {twice} samples are read by several "
+            f"ranks in one epoch; {why}"
+        )
+        return [finding("GM304", said, with_text(tapes[0].places, first.site), None, range(len(tapes)))]
+    return []
+
+
+def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
+    """Samplers that shuffle alike in two epochs."""
+    for tape in tapes:
+        last: dict[int, list[int]] = {}
+        for each in tape.epochs:
+            if each.shuffle and len(each.indices) > 2 and last.get(each.sampler) == each.indices:
+                said = (
+                    f"the DistributedSampler gives rank {tape.rank} the same {len(each.indices)} samples in the same "
+                    "order in two epochs, though it shuffles"
+                )
+                return [finding("GM304", said, with_text(tape.places, each.site), None, range(len(tapes)))]
+            last[each.sampler] = each.indices
+    return []
+
+
+def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]:
+    """Whether ranks average parameters after steps of their own, or sum them, and what is wrong with how they do it."""
+    some, there = False, [tape for tape in tapes if tape is not None]
+    for now, then in itertools.pairwise(zip(*map(_steps, there), strict=False)):
+        after = [
+            {p.name: p.after for p in step.params if p.after is not None and not p.whole} for step in now
+        ]
+        later = [{p.name: p.value for p in step.params} for step in then]
+        names = [name for name in after[0] if all(name in each for each in (*after, *later))]
+        names = [name for name in names if len({each[name].shape for each in (*after, *later)}) == 1]
+        apart = [name for name in names if not all(near(each[name], after[0][name], 1e-5) for each in after)]
+        one = [name for name in apart if all(near(each[name], later[0][name], 1e-6) for each in later)]
+        totals = {name: torch.stack([each[name] for each in after]).sum(0) for name in one}
+        some = some or any(near(later[0][name], x / len(there), 1e-5) for name, x in totals.items())
+        place, ranks = with_text(there[0].places, now[0].site), range(len(there))
+        for name, total in totals.items():
+            if near(later[0][name], total, 1e-5) and bool(total.any()):
+                said = (
+                    f"after steps of their own the ranks go on with the sum of what they have of {name}, which is not "
+                    f"divided by {len(there)}: {held_on(name, list(enumerate(each[name] for each in after)))}"
+                )
+                return True, [finding("GM209", said, place, None, ranks, name)]
+        if some and one and (left := [name for name in apart if name not in one]):
+            said = (
+                f"after steps of their own the ranks average {listed(one)}, and not {listed(left)}, which differ "
+                "between the ranks"
+            )
+            return True, [finding("GM209", said, place, None, ranks, left[0])]
+    return some, []

@@ -1,0 +1,247 @@
+"""What a program does beside operators that gradients pass through: samplers, handles, what a step makes of shards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DistributedSampler, Subset
+
+from gradmesh._torch.dispatched import arguments, written
+from gradmesh._util.call_sites import is_of_the_program
+from gradmesh.checker.trace import Epoch, Tape, Unwaited, address_of, end_of, gradient_of
+from gradmesh.type_inference.operators import tensors_in
+from gradmesh.type_inference.tracker import memory_of
+
+
+class Samplers:
+    """Records which samples each `DistributedSampler` gives its rank in each epoch.
+
+    Args:
+        tape: takes them.
+        site: the number of the program's line that is being run.
+        again: is called when a sampler begins its second epoch.
+    """
+
+    def __init__(self, tape: Tape, site: Callable[[], int], again: Callable[[], None]) -> None:
+        self._tape, self._site, self._again = tape, site, again
+        self._known: WeakKeyDictionary[Any, tuple[int, list[bool]]] = WeakKeyDictionary()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Replace the methods of samplers."""
+        begins, sets = DistributedSampler.__iter__, DistributedSampler.set_epoch
+
+        @functools.wraps(sets)
+        def set_epoch(sampler: Any, epoch: int) -> None:
+            self._of(sampler)[1].append(True)
+            sets(sampler, epoch)
+
+        DistributedSampler.__iter__ = self._iterates(begins)  # type: ignore[method-assign]
+        DistributedSampler.set_epoch = set_epoch  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            DistributedSampler.__iter__, DistributedSampler.set_epoch = begins, sets  # type: ignore[method-assign]
+
+    def _of(self, sampler: Any) -> tuple[int, list[bool]]:
+        return self._known.setdefault(sampler, (len(self._known), []))
+
+    def _iterates(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def begins(sampler: Any) -> Iterator[int]:
+            own = list(original(sampler))
+            number, is_set = self._of(sampler)
+            found, data = own, sampler.dataset
+            while isinstance(data, Subset):
+                found, data = [int(data.indices[at]) for at in found], data.dataset
+            shuffle, seed = bool(sampler.shuffle), (int(sampler.seed), int(sampler.epoch))
+            padding = 0 if sampler.drop_last else int(sampler.total_size) - len(sampler.dataset)
+            self._tape.epochs.append(
+                Epoch(
+                    number, self._site(), len(data), sampler.num_replicas, sampler.rank,
+                    shuffle, bool(is_set), seed, padding, found,
+                )
+            )  # fmt: skip
+            if sum(each.sampler == number for each in self._tape.epochs) > 1:
+                self._again()
+            return iter(own)
+
+        return begins
+
+
+_STARTED = (
+    "all_reduce",
+    "reduce",
+    "all_gather_into_tensor",
+    "all_gather",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+"""Calls that may return before their first argument has its values."""
+
+
+class Handles:
+    """Records results of asynchronous calls that are used before the call is waited for.
+
+    A wait for a later call of the same group counts as a wait for this one, as calls of one NCCL stream end in order.
+
+    Args:
+        tape: takes them.
+        site: the number of the program's line that is being run.
+    """
+
+    def __init__(self, tape: Tape, site: Callable[[], int]) -> None:
+        self._tape, self._site = tape, site
+        self.pending: dict[int, tuple[Any, Any, str, int, list[Tensor]]] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Replace the functions that start calls, and the methods that wait for them."""
+        functions = {name: getattr(dist, name) for name in _STARTED}
+        methods = {
+            name: getattr(dist.Work, name) for name in ("wait", "is_completed", "get_future", "synchronize")
+        }
+        for name, function in functions.items():
+            setattr(dist, name, self._starts(name, function))
+        for name, method in methods.items():
+            setattr(dist.Work, name, self._waits(method))
+        barrier = dist.barrier
+        dist.barrier = self._starts("barrier", barrier)
+        try:
+            yield
+        finally:
+            dist.barrier = barrier
+            for name, function in functions.items():
+                setattr(dist, name, function)
+            for name, method in methods.items():
+                setattr(dist.Work, name, method)
+
+    def _starts(self, name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            work = original(*args, **kwargs)
+            group = next(
+                (x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)), dist.group.WORLD
+            )
+            if isinstance(work, dist.Work) and is_of_the_program(sys._getframe(1).f_code.co_filename):
+                outs = list(tensors_in(args[:1] or tuple(kwargs.values())[:1]))
+                self.pending[id(work)] = work, group, name, self._site(), outs
+            elif work is None:
+                self._over(group)
+            return work
+
+        return start
+
+    def _waits(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            entry = self.pending.get(id(work))
+            if entry is not None:
+                self._over(entry[1], last=id(work))
+            return original(work, *args, **kwargs)
+
+        return wait
+
+    def _over(self, group: Any, last: int | None = None) -> None:
+        """The calls of a group up to one are over."""
+        for key in [key for key, entry in self.pending.items() if entry[1] is group]:
+            del self.pending[key]
+            if key == last:
+                return
+
+    def used(self, tensors: Sequence[Tensor], subject: str = "") -> None:
+        """Tensors are read or written."""
+        for key, (_, _, name, site, outs) in list(self.pending.items()):
+            if any(_overlap(x, y) for x in tensors for y in outs):
+                del self.pending[key]
+                self._tape.unwaited.append(Unwaited(name, site, self._site(), subject))
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    if x.numel() == 0 or y.numel() == 0 or not address_of(x) or not address_of(y):
+        return False
+    return address_of(x) < end_of(y) and address_of(y) < end_of(x)
+
+
+class Mixing:
+    """Finds what a step makes of a whole tensor, such as its norm, and moves its entries by.
+
+    Args:
+        site: the number of the program's line that is being run.
+    """
+
+    def __init__(self, site: Callable[[], int]) -> None:
+        self._site = site
+        self.mixed: dict[int, tuple[str, int]] = {}
+        self._own: dict[int, frozenset[int]] = {}
+        self._made: dict[int, tuple[str, int]] = {}
+        self._params: dict[int, int] = {}
+        self._read: dict[int, tuple[str, int]] = {}
+
+    def begins(self, held: Sequence[Any], states: Any) -> None:
+        """A step begins: the parameters with what their optimizer keeps for each."""
+        self.mixed, self._made, self._read, self._own = {}, {}, {}, {}
+        self._params = {memory_of(_local(p)): at for at, p in enumerate(held)}
+        for at, p in enumerate(held):
+            state = states.get(p, {})
+            kept = [x for x in state.values() if isinstance(x, Tensor)] if isinstance(state, dict) else []
+            for x in (p, gradient_of(p), *kept):
+                if x is not None and x.numel() > 1:
+                    key = memory_of(_local(x))
+                    self._own[key] = self._own.get(key, frozenset()) | {at}
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of a step."""
+        name = func.overloadpacket.__name__
+        each, plain = name.startswith("_foreach_"), name.removeprefix("_foreach_").rstrip("_")
+        lists = [list(tensors_in(x)) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
+        lists = [x for x in lists if x]
+        rows = list(zip(*lists, strict=False)) if each and lists else [tuple(tensors_in((args, kwargs)))]
+        found = [self._of(plain, row) for row in rows]
+        result = func(*args, **kwargs)
+        keys = written(func)
+        bound = arguments(func, args, kwargs) if keys else {}
+        targets = [x for key in keys for x in tensors_in(bound.get(key))]
+        for at, x in enumerate(targets or tensors_in(result)):
+            own, made = found[at] if each and at < len(found) else found[0]
+            key = memory_of(x)
+            if own or not targets:
+                self._own[key] = own
+            if made is not None:
+                self._made[key] = made
+            elif not targets:
+                self._made.pop(key, None)
+            index = self._params.get(key) if targets else None
+            if index is not None and (made := made or self._read.get(index)) is not None:
+                self.mixed.setdefault(index, made)
+        if plain == "_local_scalar_dense" and found[0][1] is not None:
+            self._read.update(dict.fromkeys(found[0][0], found[0][1]))
+        return result
+
+    def _of(self, name: str, row: Sequence[Tensor]) -> tuple[frozenset[int], tuple[str, int] | None]:
+        """The parameters that some tensors come from, and the operator that mixes their entries, with its line."""
+        own = frozenset[int]().union(*(self._own.get(memory_of(x), ()) for x in row))
+        made = next((self._made[key] for key in map(memory_of, row) if key in self._made), None)
+        if made is None and name in _MIXES and any(x.numel() > 1 and memory_of(x) in self._own for x in row):
+            made = name, self._site()
+        return own, made
+
+
+def _local(x: Any) -> Tensor:
+    return getattr(x, "_local_tensor", x)  # type: ignore[no-any-return]
+
+
+_MIXES = {
+    *("sum", "mean", "norm", "linalg_vector_norm", "linalg_matrix_norm", "dot", "vdot", "mm", "bmm", "addmm", "mv"),
+    *("max", "amax", "min", "amin", "aminmax", "var", "std", "median", "kthvalue", "topk", "sort", "cumsum", "baddbmm"),
+    *("_linalg_svd", "linalg_qr", "_linalg_eigh", "linalg_inv_ex", "linalg_cholesky_ex", "geqrf"),
+}  # fmt: skip
+"""Operators whose result has something of many entries."""

@@ -1,0 +1,45 @@
+# about: rows are held out by one seed on all ranks, and a sampler deals out the rest
+# ranks: 2
+# expect: none
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+
+def net(hidden: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Linear(hidden, 3))
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(
+        torch.randn(24, 4, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+    )
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    torch.manual_seed(7)
+    data, held_out = random_split(rows(), [20, 4])
+    torch.manual_seed(0)
+    sampler = DistributedSampler(data)
+    model = DDP(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=2, sampler=sampler):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if rank == 0:
+            print(f"epoch {epoch} loss {loss.item():.4f}, {len(held_out)} rows held out")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

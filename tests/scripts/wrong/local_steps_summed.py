@@ -1,0 +1,37 @@
+# about: parameters are summed over the ranks after four steps of each, and not divided
+# ranks: 2
+# expect: GM209
+# twin: local_steps_averaged
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def net(hidden: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Linear(hidden, 3))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1 + rank)
+    for step in range(8):
+        x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # <- here
+        if step % 4 == 3:
+            with torch.no_grad():
+                for p in model.parameters():
+                    dist.all_reduce(p)
+        if rank == 0:
+            print(f"step {step} loss {loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
