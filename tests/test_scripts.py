@@ -13,7 +13,7 @@ from tests.scripts.running import Derivative
 from tools import scripts
 
 RULES = {
-    *("GM101", "GM102", "GM103", "GM104", "GM105", "GM106", "GM107", "GM108", "GM109"),
+    *("GM101", "GM102", "GM103", "GM104", "GM105", "GM106", "GM107", "GM108", "GM109", "GM110"),
     *(
         "GM201",
         "GM202",
@@ -21,11 +21,16 @@ RULES = {
         "GM204",
         "GM205",
         "GM206",
+        "GM207",
+        "GM208",
+        "GM209",
         "GM301",
         "GM302",
         "GM303",
+        "GM304",
         "GM401",
         "GM402",
+        "GM403",
         "GM501",
     ),
 }

@@ -164,10 +164,10 @@ _ALL = (
         "term-repeated",
         "warning",
         "A term of the loss that is the same on the ranks counts once for each rank, and the others count once.",
-        "Gradients are summed over the ranks, and the terms that depend on a rank's data are divided by a count over all "
-        "ranks, so that their sum is a mean over all data. A term that every rank computes alike, such as a penalty on "
-        "the parameters, is added up as well: it counts as many times as there are ranks, and its weight changes with "
-        "their number.",
+        "Gradients are summed over the ranks, and the terms that depend on a rank's data are divided by a count over "
+        "all ranks, so that their sum is a mean over all data. A term that every rank computes alike, such as a "
+        "penalty on the parameters, is added up as well: it counts as many times as there are ranks, and its weight "
+        "changes with their number.",
         "Divide the term by the number of ranks, or add it on one rank alone.",
     ),
     Rule(
@@ -252,8 +252,8 @@ _ALL = (
         "mode-differs",
         "warning",
         "A layer is in training on some ranks and in evaluation on others, while their gradients are brought together.",
-        "Dropout and batch norm compute something else in evaluation. Mostly one rank evaluates or saves the model, and "
-        "does not call train() afterwards.",
+        "Dropout and batch norm compute something else in evaluation. Mostly one rank evaluates or saves the model, "
+        "and does not call train() afterwards.",
         "Call model.train() on every rank after evaluation, or evaluate a copy.",
     ),
     Rule(
@@ -261,9 +261,9 @@ _ALL = (
         "values-not-averaged",
         "warning",
         "Ranks that step by themselves bring their parameters together, but not as an average of all of them.",
-        "Each rank takes steps of its own, and the ranks then bring their parameters together. A sum that is not divided "
-        "is as many times too large as there are ranks. Parameters that are left out stay different, beside averaged "
-        "ones that were trained for other values of them.",
+        "Each rank takes steps of its own, and the ranks then bring their parameters together. A sum that is not "
+        "divided is as many times too large as there are ranks. Parameters that are left out stay different, beside "
+        "averaged ones that were trained for other values of them.",
         "Average all of model.parameters(), and its buffers: sum over the ranks and divide by their number. Where each "
         "rank keeps layers of its own on purpose, nothing has to change.",
     ),
@@ -302,10 +302,10 @@ _ALL = (
         "shares-of-data",
         "warning",
         "The ranks' shares of a data set overlap, or are the same in every epoch.",
-        "Each rank's DistributedSampler takes every W-th sample of a shuffled order, which depends on a seed and on the "
-        "epoch. Where ranks have another seed, another epoch or another subset, the shares are no partition: in one "
-        "epoch some samples are read several times and others never. Where set_epoch is not called, every epoch has the "
-        "same batches in the same order, and each rank sees its own share alone.",
+        "Each rank's DistributedSampler takes every W-th sample of a shuffled order, which depends on a seed and on "
+        "the epoch. Where ranks have another seed, another epoch or another subset, the shares overlap: in one "
+        "epoch some samples are read several times and others never. Where set_epoch is not called, every epoch has "
+        "the same batches in the same order, and each rank sees its own share alone.",
         "Call sampler.set_epoch(epoch) on every rank at the beginning of each epoch, with one seed; split the data set "
         "with a generator of one seed.",
     ),
@@ -337,8 +337,8 @@ _ALL = (
         "not-waited",
         "error",
         "The result of an asynchronous call is used before the call is waited for.",
-        "The tensor has its old values, new ones or some of each, depending on how fast the other ranks and the network "
-        "are. Where gradients are summed so, ranks step along different gradients.",
+        "The tensor has its old values, new ones or some of each, depending on how fast the other ranks and the "
+        "network are. Where gradients are summed so, ranks step along different gradients.",
         "Keep what the call returns, and call wait() on it before the tensor is used.",
     ),
     Rule(

@@ -289,11 +289,9 @@ def _stand_still(started: Sequence[Any], folder: Path, timeout: float, end: floa
             last, seen = now, (size, used)
         # Ranks that wait for one that has failed wait for ever, mostly; one that has ended may be waited for by none.
         failed = failed or (now if _one_failed(started, folder) else 0.0)
-        if (
-            now - last > timeout
-            or time.perf_counter() > end
-            or (failed and now - max(failed, last) > min(timeout, _GRACE))
-        ):
+        if now - last > timeout or time.perf_counter() > end:
+            return True
+        if failed and now - max(failed, last) > min(timeout, _GRACE):
             return True
     return False
 

@@ -394,9 +394,9 @@ class Step:
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Copies of the parameters that take no gradient."""
     taken: frozenset[str] = frozenset()
-    """The names of those frozen parameters and buffers of which operators that gradients pass through took something."""
+    """The names of the frozen parameters and buffers that operators which gradients pass through used."""
     modes: dict[str, bool] = field(default_factory=dict)
-    """Whether layers that do something else in evaluation were in training when they were last called for gradients."""
+    """Whether layers that do something else in evaluation were in training in any call for gradients."""
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Parameters whose entries the step mixes without a collective, with the operator that does it and its line."""
 

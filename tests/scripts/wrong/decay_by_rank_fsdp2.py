@@ -1,7 +1,7 @@
 # about: rank 0 alone has weight decay for its shards of FSDP2 parameters
 # ranks: 2
 # expect: GM206
-# twin: fsdp2
+# twin: decay_everywhere_fsdp2
 import torch
 import torch.distributed as dist
 from torch import nn

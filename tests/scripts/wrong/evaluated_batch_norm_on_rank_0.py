@@ -1,7 +1,7 @@
 # about: rank 0 leaves batch norm in evaluation, and normalises by running statistics as the others do not
 # ranks: 2
 # expect: GM208
-# twin: evaluated_and_trained_again
+# twin: evaluated_batch_norm
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,7 +1,7 @@
 # about: an optimizer with a rate for each layer takes the norms of tensor-parallel shards
 # ranks: 2
 # expect: GM207
-# twin: megatron_mlp
+# twin: layerwise_rates_of_whole_layers
 # cut: up_weight up_bias down_weight
 from typing import Any
 

@@ -1,7 +1,7 @@
 # about: the log of a prior over the weights is a term of each rank's loss, whose gradients are summed
 # ranks: 2
 # expect: GM110
-# twin: penalty_shared_by_ranks
+# twin: prior_shared_by_ranks
 import torch
 import torch.distributed as dist
 from torch import nn

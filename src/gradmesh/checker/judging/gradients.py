@@ -368,7 +368,8 @@ def copies_in_norm(context: Context) -> list[Finding]:
             for part in got.parts
             if part.param.grad is not None and got.name in scaled
         ]
-        total, once = total + sum(squares), once + max(squares, default=0.0)
+        cut = any(part.covered is not None for part in got.parts)  # each rank has other entries of it
+        total, once = total + sum(squares), once + (sum(squares) if cut else max(squares, default=0.0))
     for event in events:
         found = event.total if isinstance(event, Sent) and event.phase == "apart" else None
         if found and total > 1.01 * once and abs(found - total) < 1e-4 * total:

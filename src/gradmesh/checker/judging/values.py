@@ -104,7 +104,7 @@ def statistics(context: Context) -> list[Finding]:
             if len({x.shape for x in own}) == 1 and not all(near(x, own[0], 1e-5) for x in own):
                 said = f"the buffer {name} is made of each rank's own data, and differs between ranks of one model"
                 if name in frozen:
-                    said = f"{name} takes no gradient, the loss depends on it, and it differs between ranks of one model"
+                    said = f"{name} takes no gradient, and differs between ranks of one model, whose loss depends on it"
                 said += f": {held_on(name, list(zip(ranks, own, strict=True)))}"
                 at, by_hand = _written_at(context, ranks[0], name)
                 remedy = _OF_FROZEN if name in frozen else _BY_HAND if by_hand else ""
@@ -119,8 +119,8 @@ _BY_HAND = (
 
 
 _OF_FROZEN = (
-    "Make it the same on all ranks: load it from one file or seed, or broadcast it, dist.broadcast(p.data, src=0) for p "
-    "in its parameters()."
+    "Make it the same on all ranks: load it from one file or seed, or broadcast it, dist.broadcast(p.data, src=0) for "
+    "p in its parameters()."
 )
 
 
