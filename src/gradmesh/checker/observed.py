@@ -44,7 +44,7 @@ class Samplers:
             sets(sampler, epoch)
 
         DistributedSampler.__iter__ = self._iterates(begins)  # type: ignore[method-assign]
-        DistributedSampler.set_epoch = set_epoch  # type: ignore[method-assign]
+        DistributedSampler.set_epoch = set_epoch  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

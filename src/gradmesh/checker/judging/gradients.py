@@ -370,8 +370,8 @@ def copies_in_norm(context: Context) -> list[Finding]:
         ]
         cut = any(part.covered is not None for part in got.parts)  # each rank has other entries of it
         total, once = total + sum(squares), once + (sum(squares) if cut else max(squares, default=0.0))
-    for event in events:
-        found = event.total if isinstance(event, Sent) and event.phase == "apart" else None
+    for event in (e for e in events if isinstance(e, Sent) and e.phase == "apart"):
+        found = event.total
         if found and total > 1.01 * once and abs(found - total) < 1e-4 * total:
             first = next(iter(scaled.values()))
             said = (
@@ -434,7 +434,8 @@ def _terms(context: Context, rank: int) -> list[tuple[int, float, int, bool]]:
     made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
     counts = {*_totals(context, rank), float(len(context.tapes))}
     roots = [e for e in context.events(rank) if isinstance(e, Root)]
-    todo, found = [(root.id, 1.0, root.site, False) for root in roots[:1]], []
+    todo = [(root.id, 1.0, root.site, False) for root in roots[:1]]
+    found = list[tuple[int, float, int, bool]]()
     while todo and len(found) < 64:
         number, net, site, divided = todo.pop(0)
         op = made.get(number)

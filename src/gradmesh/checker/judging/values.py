@@ -809,7 +809,8 @@ def _is_split(context: Context, name: str) -> bool:
         product = None if param is None or param.id is None else _product(context, rank, param.id)
         if param is not None and product is not None:
             found.append((param.value, *product))
-    values, operands, kinds = ([each[at] for each in found] for at in range(3))
+    values, operands = [x for x, *_ in found], [y for _, y, _ in found]
+    kinds = [kind for *_, kind in found]
     if len(found) < 2 or len({*kinds}) > 1 or all(near(x, values[0], 1e-6) for x in values):
         return False
     return (kinds[0] == "all_gather") == all(near(x, operands[0], 1e-6) for x in operands)
