@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Subset
 
-from gradmesh._torch.dispatched import arguments, written
+from gradmesh._torch.operators import arguments, written
 from gradmesh._util.call_sites import is_of_the_program
 from gradmesh.checker.trace import Epoch, Tape, Unwaited, address_of, end_of, gradient_of
 from gradmesh.type_inference.operators import tensors_in
