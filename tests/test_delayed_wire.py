@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradmesh as gm
-from gradmesh.transport.middleware import MIDDLEWARE
+from gradmesh.runtime.state import INSTALLED
 from gradmesh.verify import CostModel, Link, Timeline, delayed, simulate, timeline
 from gradmesh.verify.timelines import RecordingTransport, Transfer
 from tools.attack import draw as programs
@@ -188,7 +188,7 @@ def test_it_ends_with_its_block_and_is_rank_local(threads: Ranks) -> None:
 
     first, second = threads(2)(on_each_rank)
     assert first < 0.03 <= second
-    assert MIDDLEWARE.wraps == ()
+    assert INSTALLED == [0]
 
 
 def watched(program: str) -> tuple[Any, Timeline]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh.transport import middleware
+from gradmesh.transport import profiling
 from gradmesh.verify import Profile, profiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle:UserWarning")
@@ -157,7 +157,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def unexpected(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(middleware, "collective", unexpected)
+    monkeypatch.setattr(profiling, "collective", unexpected)
     gm.init()
     try:
         x = torch.ones(3, requires_grad=True)

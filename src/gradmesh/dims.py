@@ -21,7 +21,7 @@ DimLike = int | str
 Names = tuple[str | None, ...]
 """A name or None for each dimension."""
 
-_RECORD = "_gradmesh_dims"
+RECORD = "_gradmesh_dims"
 """The attribute of a named tensor: its names, and its shape and strides when named; plain data, for pickle."""
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -102,7 +102,7 @@ def names(x: Tensor) -> Names:
 
 def known_names(x: Any) -> Names | None:
     """The names of a tensor, even if it was changed since; None: it was not named."""
-    record = getattr(x, _RECORD, None)
+    record = getattr(x, RECORD, None)
     return None if record is None else record[0]
 
 
@@ -110,7 +110,7 @@ def stale(x: Tensor) -> bool:
     """Whether a named tensor's shape or strides were changed in place since, so that its dimensions may have moved."""
     if compiling():  # sizes may be symbolic
         return False
-    _, shape, strides = getattr(x, _RECORD)
+    _, shape, strides = getattr(x, RECORD)
     return shape is not None and (shape, strides) != (tuple(x.shape), x.stride())
 
 
@@ -118,7 +118,7 @@ def with_names(x: TensorT, given: Names | None) -> TensorT:
     """Set the names of a tensor with as many dimensions; without names, return it unchanged."""
     if given and x.dim() == len(given):
         plain = compiling()
-        setattr(x, _RECORD, (given, None, None) if plain else (given, tuple(x.shape), x.stride()))
+        setattr(x, RECORD, (given, None, None) if plain else (given, tuple(x.shape), x.stride()))
     return x
 
 

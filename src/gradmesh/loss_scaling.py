@@ -19,7 +19,7 @@ from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
-from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
+from gradmesh.runtime.state import instruments, rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import ReplicatedLossPass
 from gradmesh.transport.run import withdraw
@@ -166,7 +166,7 @@ def objective(
 
 
 def _declared(scalar: Tensor, axis: Axis, loss_type: Type, hook: LastPass | None) -> Tensor:
-    """Tell an active tracer and the value checks that per-rank losses are terms of a sum.
+    """Tell instruments and the value checks that per-rank losses are terms of a sum.
 
     Args:
         scalar: the declared loss.
@@ -178,8 +178,8 @@ def _declared(scalar: Tensor, axis: Axis, loss_type: Type, hook: LastPass | None
         scalar.register_hook(hook)
     if loss_type is R and scalar.requires_grad and not compiling() and check_level() == FULL:
         scalar.register_hook(rank_state().get_or_create(ReplicatedLossPass))
-    if loss_type is not I and ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
-        tracer.declare(scalar, axis, V)
+    for each in () if loss_type is I else instruments():
+        each.declared(scalar, axis, V)
     return scalar
 
 

@@ -357,7 +357,7 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
 def _reset_state() -> None:
     """Reset gradmesh's state of this rank."""
     state = rank_state()
-    state.mesh = state.mesh_world = state.chain = state.check = None
+    state.mesh = state.mesh_world = state.of_thread.chain = state.check = None
     state.reorderable = False
 
 

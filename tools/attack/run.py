@@ -94,7 +94,7 @@ def on_rank(text: str) -> Outcome:
         state.started.abandon()  # the program ends here
         return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
     finally:
-        state.mesh = state.mesh_world = state.chain = None
+        state.mesh = state.mesh_world = state.of_thread.chain = None
 
 
 class Pools:

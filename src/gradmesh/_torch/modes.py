@@ -112,7 +112,7 @@ def tracing() -> bool:
     >>> tracing()
     False
     """
-    if tracing_script():
+    if _jit is not None and _jit() is not None:
         return True
     if None in (_mode, _proxy, _functional) or dispatch_modes() == 0:
         return False

@@ -27,6 +27,7 @@ class Variable(Generic[T]):
         expected: the valid values, for the error and the docs.
         meaning: what it does, for the docs.
         parse: converts the text to a value; raises ValueError for an invalid one.
+        kept: the value, once it was read.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Variable(Generic[T]):
     expected: str
     meaning: str
     parse: Callable[[str], T]
-    _kept: list[T] = field(default_factory=list, init=False, repr=False)
+    kept: list[T] = field(default_factory=list, init=False, repr=False)
 
     def value(self) -> T:
         """The value, read from the environment at the first call.
@@ -42,9 +43,9 @@ class Variable(Generic[T]):
         Raises:
             ArgumentError: the value is invalid.
         """
-        if not self._kept:
-            self._kept.append(self.read())
-        return self._kept[0]
+        if not self.kept:
+            self.kept.append(self.read())
+        return self.kept[0]
 
     def read(self) -> T:
         """The value, read from the environment now.
@@ -67,7 +68,7 @@ class Variable(Generic[T]):
 
     def forget(self) -> None:
         """Clear the cached value."""
-        self._kept.clear()
+        self.kept.clear()
 
 
 def _count(text: str) -> int:

@@ -226,13 +226,13 @@ def coalesce(axis: AxisLike = None) -> Iterator[None]:
         [([24.0, 24.0], [8.0, 8.0, 8.0]), ([24.0, 24.0], [8.0, 8.0, 8.0])]
     """
     state = rank_state()
-    around = state.coalescing
-    state.coalescing = block = Coalescing(resolve(axis, "coalesce"))
+    around = state.of_thread.coalescing
+    state.of_thread.coalescing = block = Coalescing(resolve(axis, "coalesce"))
     try:
         try:
             yield
         finally:
-            state.coalescing = around
+            state.of_thread.coalescing = around
         block.send()
     except BaseException:
         block.refuse()

@@ -504,8 +504,10 @@ def no_sync() -> Iterator[DeferredGradients]:
             )
         )
     state = rank_state()
-    reductions = state.deferred if isinstance(state.deferred, DeferredReductions) else DeferredReductions()
-    state.deferred = reductions
+    known = state.of_thread.deferred
+    state.of_thread.deferred = reductions = (
+        known if isinstance(known, DeferredReductions) else DeferredReductions()
+    )
     refuse_steps(reductions)
     reductions.open += 1
     try:

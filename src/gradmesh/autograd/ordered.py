@@ -376,16 +376,16 @@ def ordered() -> Iterator[Order]:
         [[1.0], [1.0]]
     """
     state = rank_state()
-    around = state.chain
+    around = state.of_thread.chain
     if isinstance(around, Order) and (around.here or saves_for_a_checkpoint()):
         yield around
         return
-    state.chain = order = Order()
+    state.of_thread.chain = order = Order()
     try:
         yield order
         order.close()
     finally:
-        state.chain = around
+        state.of_thread.chain = around
 
 
 def join(loss: Tensor | None) -> Tensor:
@@ -444,7 +444,7 @@ def grad(
 
 
 def _current(op: str) -> Order:
-    chain = rank_state().chain
+    chain = rank_state().of_thread.chain
     if not isinstance(chain, Order):
         raise OrderError(
             message(

@@ -32,7 +32,6 @@ from gradmesh._torch import (
     checkpoint_region,
     in_backward,
     is_legacy_batched,
-    saves_for_a_checkpoint,
     tracing,
     transforms_active,
 )
@@ -44,8 +43,9 @@ from gradmesh.autograd.rule import (
     apply_ordered,
     apply_unordered,
     attach_backward,
-    differentiable,
-    grad_token,
+    dense_gradient,
+    next_token,
+    recorded,
     refuse_dropped,
     token_of,
 )
@@ -53,7 +53,7 @@ from gradmesh.dims import known_names, with_names
 from gradmesh.errors import OrderError, message, refused_wait
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.pair import Receive
-from gradmesh.runtime.state import ACTIVE_TRACERS, UnwaitedCalls, rank_state
+from gradmesh.runtime.state import INSTALLED, UnwaitedCalls, instruments, rank_state
 from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 from gradmesh.transport.comm_thread import AsyncAxis, WorkItem, in_then_callback
@@ -86,8 +86,9 @@ class AsyncCollective:
         axis: AsyncAxis = self.op.axis
         op, call, given = self.op, self.call, x.detach()
         call.site = call_site()
-        if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
-            tracer.begins(op, given, call)
+        if INSTALLED[0]:
+            for each in instruments():
+                each.queued(op, given, call)
         self.job = WorkItem(lambda: run.apply(op, given, call))
         axis.comm_thread.submit(self.job)
 
@@ -102,12 +103,7 @@ def started(
     op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None
 ) -> AsyncCollective:
     """Start a call; as `gradmesh.autograd.apply_unordered`."""
-    recording = torch.is_grad_enabled()
-    if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
-        token = grad_token()
-    needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
-    call = CallRecord() if call is None else call
-    call.flags |= (NEEDS_BACKWARD if needs_backward else 0) | (CAN_BACKWARD if recording else 0)
+    call, token, needs_backward = recorded(op, x, call, token)
     made = AsyncCollective(op, None if needs_backward else x, call)
     if needs_backward:
         made.ticket, _ = _start_now(made, x, DETACHED_TOKEN if token is None else token)
@@ -188,9 +184,7 @@ class _StartNode(torch.autograd.Function):
             gradient = finished(back, ticket)
             nothing = back.call.flags & ZERO_GRAD and (back.call.all_zero or not back.op.sends)
             return None, None if nothing else gradient, None
-        (token,) = ctx.saved_tensors
-        if following is None:
-            following = token.clone()
+        following = next_token(ctx, following)
         if back.held is None and torch.is_grad_enabled():
             gradient, following = finish_ordered(back, ticket, following)
             return None, gradient, following
@@ -217,10 +211,8 @@ class _WaitNode(torch.autograd.Function):
         made: AsyncCollective = ctx.made
         op: LinearOp = made.op  # type: ignore[assignment]  # other ops have no backward
         nothing = grad is None
-        if grad is None:
-            grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
-        elif grad.layout is not torch.strided:
-            grad = grad.to_dense()
+        if grad is None or grad.layout is not torch.strided:
+            grad = dense_gradient(ctx, grad)
         recording, at_once = torch.is_grad_enabled(), is_legacy_batched(grad) or transforms_active()
         ticket = torch.zeros(1, device="cpu")
         if not made.call.ordered:
@@ -232,9 +224,7 @@ class _WaitNode(torch.autograd.Function):
                 back = started(op.back, grad, call, token)
             made.adjoints[backward_pass()] = back
             return None, ticket if back.ticket is None else back.ticket, None
-        (token,) = ctx.saved_tensors
-        if following is None:
-            following = token.clone()
+        following = next_token(ctx, following)
         if at_once:
             held, following = apply_ordered(op.back, grad, following, BACKWARD, made.call)
             back = AsyncCollective(op.back, None, CallRecord(ordered=True), held=held)
@@ -540,14 +530,15 @@ def start_op(
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
         return Pending(op.verb, axis, lambda: y, future=lambda: _completed(y))
-    state = rank_state()
-    if state.started.dropped:
+    here = rank_state().of_thread
+    if here.coalescing is not None and not steps and here.coalescing.takes(op):
         refuse_dropped(op, x)
-    if state.coalescing is not None and not steps and state.coalescing.takes(op):
-        added: Pending[Any] = state.coalescing.add(op, x, finish)
+        added: Pending[Any] = here.coalescing.add(op, x, finish)
         return added
-    made, result = _start(op, x)
-    job: WorkItem[Tensor] = made.job  # type: ignore[assignment]  # it is pending
+    chain = here.chain
+    made = apply(op, x, started, lambda chain, op, x: chain.begin(op, x))
+    result = finished if chain is None else chain.end
+    job: WorkItem[Tensor] = made.job
     return Pending(
         op.verb,
         axis,
@@ -557,24 +548,6 @@ def start_op(
         operand=x,
         tied=made.ticket is not None,
     )
-
-
-def _start(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollective], Tensor]]:
-    """A started call, and the function that waits for it."""
-    chain = rank_state().chain
-    if chain is None:
-        return started(op, x), finished
-    try:
-        if torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
-            return chain.begin(op, x), chain.end
-        chain.refuse_reentrant(op)
-    except OrderError as error:  # of ordered(): nothing was sent
-        run.abort(op, x, error)
-        raise
-    made = started(op, x)
-    if saves_for_a_checkpoint():
-        chain.keep_place()
-    return made, finished
 
 
 def combined(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:

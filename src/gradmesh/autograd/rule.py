@@ -11,7 +11,8 @@ the backward of both on every rank.
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from gradmesh.autograd.traced import Encoded, Traced, decode, encode
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.runtime.checking import FULL, check_level
-from gradmesh.runtime.state import rank_state
+from gradmesh.runtime.state import Chain, rank_state
 from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import (
     BACKWARD,
@@ -47,42 +48,48 @@ from gradmesh.transport.call_checks import (
 )
 from gradmesh.types import I
 
+T = TypeVar("T")
+
 DETACHED_TOKEN = outside_modes(lambda: torch.zeros(1, device="cpu"))
 """The token of a call that depends on no earlier call."""
 
 
-def apply(op: Op, x: Tensor) -> Tensor:
-    """Run an op on this rank's tensor, differentiably; inside `ordered()` as the next ordered op."""
-    if compiling():
-        return _compiled(op, x)
-    state = rank_state()
-    if state.started.dropped:
-        refuse_dropped(op, x)
-    chain, linear = state.chain, isinstance(op, LinearOp)
-    if tracing():
-        op = Traced(op)
-    if chain is None:
-        return apply_unordered(op, x)
-    try:
-        if torch.is_grad_enabled() and linear and differentiable(x):
-            return chain.link(op, x)
-        chain.refuse_reentrant(op)
-    except OrderError as error:  # of ordered(): nothing was sent
-        run.abort(op, x, error)
-        raise
-    y = apply_unordered(op, x)
-    if saves_for_a_checkpoint():
-        chain.keep_place()
-    return y
-
-
 def refuse_dropped(op: Op, x: Tensor) -> None:
-    """Raise the error of async calls that were never waited for."""
+    """Raise the error of async calls that were never waited for, if there are any."""
     try:
         rank_state().started.check()
     except OrderError as error:
         run.abort(op, x, error)
         raise
+
+
+def recorded(
+    op: Op, x: Tensor, call: CallRecord | None, token: Tensor | None
+) -> tuple[CallRecord, Tensor | None, bool]:
+    """The record of a call outside of the order, with the flags that the ranks exchange.
+
+    Args:
+        op: the op.
+        x: its operand.
+        call: the metadata of the call, if it has any.
+        token: that of a call that has to precede this one in the graph.
+
+    Returns:
+        The record, the call's ordering token, and whether the call needs a backward on this rank.
+    """
+    call = CallRecord() if call is None else call
+    if not torch.is_grad_enabled():
+        return call, token, False
+    transformed = functorch_active()
+    if op.rooted and not (x.requires_grad or transformed) and token is None and differentiable(x):
+        # Only the root's operand counts; the other ranks have to run the backward too.
+        token = grad_token()
+    needs_backward = x.requires_grad or (token is not None and token.requires_grad)
+    if needs_backward:
+        call.flags |= NEEDS_BACKWARD
+    if not transformed:
+        call.flags |= CAN_BACKWARD
+    return call, token, needs_backward
 
 
 def apply_ordered(
@@ -133,25 +140,69 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
         return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
     if isinstance(op, Traced) and tracing_script():
         return op.run(x, call)  # a node would be recorded as a Python call, which cannot be saved
-    recording, transforms = torch.is_grad_enabled(), transforms_active()
-    if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
-        # Only the root's operand counts; the other ranks have to run the backward too.
-        token = None if functorch_active() else grad_token()
-    needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
-    if not recording and call is None and not transforms:
+    transforms = transforms_active()
+    if call is None and not transforms and not torch.is_grad_enabled():
         return op.run(x) if type(op) is Traced else run.apply(op, x)
-    call = CallRecord() if call is None else call
-    if needs_backward:
-        call.flags |= NEEDS_BACKWARD
-    if recording and not (transforms and functorch_active()):
-        call.flags |= CAN_BACKWARD
+    call, token, needs_backward = recorded(op, x, call, token)
     if needs_backward or transforms:
         if token is None:  # a tracer accepts only its own tensors
-            token = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
+            token = torch.zeros(1, device="cpu") if type(op) is Traced or is_fake(x) else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
         y = op.run(x, call) if type(op) is Traced else run.apply(op, x, call)
-    return attach_backward(op, x, y, call) if call.others_need_backward else y
+    if call.peer_flags is not None and call.others_need_backward:
+        return attach_backward(op, x, y, call)
+    return y
+
+
+def _linked(chain: Chain, op: Any, x: Tensor) -> Tensor:
+    return chain.link(op, x)
+
+
+@overload
+def apply(op: Op, x: Tensor) -> Tensor: ...
+@overload
+def apply(
+    op: Op, x: Tensor, make: Callable[[Op, Tensor], T], ordered: Callable[[Any, Any, Tensor], T]
+) -> T: ...
+def apply(
+    op: Op,
+    x: Tensor,
+    make: Callable[[Op, Tensor], Any] = apply_unordered,
+    ordered: Callable[[Any, Any, Tensor], Any] = _linked,
+) -> Any:
+    """Make a call, differentiably; inside `ordered()` as the next ordered op.
+
+    The entry of every node that communicates: it raises for async calls that were never waited for, keeps the order of
+    `ordered()`, and notifies the other ranks where that raises.
+
+    Args:
+        op: the op; of a node that makes several calls, the first one.
+        x: its operand.
+        make: makes the call outside of the order; defaults to that of the op.
+        ordered: makes the call as the next ordered op of a `Chain`; as well.
+    """
+    if compiling():
+        return _compiled(op, x)
+    state = rank_state()
+    if state.started.dropped:
+        refuse_dropped(op, x)
+    chain, linear = state.of_thread.chain, isinstance(op, LinearOp)
+    if tracing():
+        op = Traced(op)
+    if chain is None:
+        return make(op, x)
+    try:
+        if torch.is_grad_enabled() and linear and differentiable(x):
+            return ordered(chain, op, x)
+        chain.refuse_reentrant(op)
+    except OrderError as error:  # of ordered(): nothing was sent
+        run.abort(op, x, error)
+        raise
+    y = make(op, x)
+    if saves_for_a_checkpoint():
+        chain.keep_place()
+    return y
 
 
 def attach_backward(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
@@ -164,16 +215,18 @@ def attach_backward(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
 
 
 def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
-    """Run an op as a node of the graph."""
-    rule: Any = _Rule if functorch_active() else _Node
+    """Run an op as a node of the graph.
 
-    def make() -> tuple[Tensor, Tensor]:
-        # A Python frame for profile functions, which cannot see `apply` where torch has it in C++.
-        result: tuple[Tensor, Tensor] = rule.apply(op, x, token, call)
-        return result
-
-    deferred = None if rule is _Rule else rank_state().deferred
-    return make() if deferred is None else deferred.recorded(op, x, call, make)
+    Also a Python frame for profile functions, which cannot see `apply` where torch has it in C++.
+    """
+    node: Any = _Rule if functorch_active() else _Node
+    deferred = None if node is _Rule else rank_state().of_thread.deferred
+    made: tuple[Tensor, Tensor]
+    if deferred is None:
+        made = node.apply(op, x, token, call)
+    else:
+        made = deferred.recorded(op, x, call, lambda: node.apply(op, x, token, call))
+    return made
 
 
 def token_of(ctx: Any) -> Tensor | None:
@@ -187,6 +240,19 @@ def token_of(ctx: Any) -> Tensor | None:
     except RuntimeError:
         return None
     return token
+
+
+def next_token(ctx: Any, following: Tensor | None) -> Tensor:
+    """In the backward of an ordered op, the token to go on with: that of the op which followed it in forward."""
+    # Read on every rank even if unused: inside a checkpoint, reading it triggers the recomputation.
+    (token,) = ctx.saved_tensors
+    # Of the last ordered op, the token itself: a new zero would lose the order of further passes.
+    return token.clone() if following is None else following
+
+
+def dense_gradient(ctx: Any, grad: Tensor | None) -> Tensor:
+    """The gradient of a node's result as a strided tensor, zeros if there is none."""
+    return torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device) if grad is None else grad.to_dense()
 
 
 def grad_token() -> Tensor:
@@ -218,8 +284,9 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
             "call the uncompiled function in forward mode",
         )
     state = rank_state()
-    if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
-        return state.chain.link(op, x)
+    chain = state.of_thread.chain
+    if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
+        return chain.link(op, x)
     _hold_for_this_rank(op)
     needs_backward = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
     return _in_graph(x, _GRAD_TOKEN if needs_backward else None, *encode(op), state.reorderable)
@@ -317,10 +384,8 @@ class _Rule(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
         nothing = grad is None
-        if grad is None:
-            grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
-        elif grad.layout is not torch.strided:
-            grad = grad.to_dense()
+        if grad is None or grad.layout is not torch.strided:
+            grad = dense_gradient(ctx, grad)
         if check_level() == FULL and not isinstance(op, Traced) and op.dst is I and grad.numel() == 1:
             from gradmesh.autograd.missing_sums import compare_after_pass
 
@@ -334,11 +399,7 @@ class _Rule(torch.autograd.Function):
             alone = op.axis.size == 1 or not op.back.sends
             # None if no rank has a gradient: zeros would give NaN behind an infinite derivative.
             return None, None if nothing and (alone or call.all_zero) else back, None, None
-        # Read on every rank even if unused: inside a checkpoint, reading it triggers the recomputation.
-        (token,) = ctx.saved_tensors
-        if following is None:
-            # The last ordered op. A new zero would lose the order of further passes, so the token itself is used.
-            following = token.clone()
+        following = next_token(ctx, following)
         if kept:
             return None, None, following, None
         if torch.is_grad_enabled() or forward_level_open():
@@ -384,7 +445,9 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord
     ) -> tuple[Tensor, Tensor]:
-        output = _Rule.forward(op, x, token, call)
+        own = type(op) is Traced or type(op) is _FinishedCall
+        y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
+        output = y, torch.zeros_like(token)
         _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 

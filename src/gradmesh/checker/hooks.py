@@ -50,7 +50,7 @@ from gradmesh.checker.trace import (
 )
 from gradmesh.checker.verbs import Verbs
 from gradmesh.ops.base import Op
-from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
+from gradmesh.runtime.state import installed
 from gradmesh.type_inference.tracker import memory_of
 
 _OF_THE_CODE = {"foreach", "fused", "capturable", "differentiable"}
@@ -620,8 +620,7 @@ def run_rank(
             stack.enter_context(watched(recorder, steps, enough, lambda: None if record else enough()))
             if record:
                 stack.enter_context(recorder)
-                rank_state().tracer = Verbs(recorder)
-                ACTIVE_TRACERS[0] += 1
+                stack.enter_context(installed(Verbs(recorder)))
             kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
     except SystemExit as error:
         if error.code not in (None, 0):

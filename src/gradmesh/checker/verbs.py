@@ -17,11 +17,12 @@ from gradmesh.ops.base import Op
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
 from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import Instrument
 from gradmesh.transport.comm_thread import current_job
 from gradmesh.types import Type
 
 
-class Verbs:
+class Verbs(Instrument):
     """What the library asks at each of its calls.
 
     Args:
@@ -35,12 +36,12 @@ class Verbs:
         self._begun: dict[int, PendingEvent] = {}
         """Calls that another thread makes, by what autograd remembers of them."""
 
-    def begins(self, op: Op, x: Tensor, recorded: Any) -> None:
+    def queued(self, op: Op, x: Tensor, recorded: Any) -> None:
         """Write down a call that another thread is about to make."""
         if not self._to.quiet and not is_fake(x):
             self._begun[id(recorded)] = self._write(op, x)
 
-    def follow(self, op: Op, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
+    def called(self, op: Op, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
         """Run an op of the library, and write it down."""
         if current_job() is not None:  # what is recorded of a thread is that of the program's own
             y = run()
@@ -62,7 +63,7 @@ class Verbs:
         self._to.made_verb(pending, y)
         return y
 
-    def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
+    def declared(self, x: Tensor, axis: Axis, kind: Type) -> None:
         """Remember of a loss that its ranks' are the terms of a sum."""
         number = self._to.id_of(x)
         if kind is Type.V and number is not None and not self._to.quiet:

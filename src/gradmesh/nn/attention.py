@@ -34,20 +34,12 @@ from gradmesh._torch import (
     flash_takes,
     is_fake,
     is_legacy_batched,
-    saves_for_a_checkpoint,
     tracing,
     transforms_active,
 )
 from gradmesh.autograd.pending import AsyncCollective, started
-from gradmesh.autograd.rule import (
-    DETACHED_TOKEN,
-    apply,
-    apply_ordered,
-    apply_unordered,
-    grad_token,
-    refuse_dropped,
-)
-from gradmesh.errors import DTypeError, OrderError, ShapeError
+from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token
+from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.inputs import check_own_size
 from gradmesh.nn.ring import Send, travel
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
@@ -55,11 +47,10 @@ from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.sizes import Sizes, balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
-from gradmesh.runtime.state import must_decompose, rank_state
+from gradmesh.runtime.state import must_decompose
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 from gradmesh.transport.comm_thread import AsyncAxis
-from gradmesh.transport.run import abort
 from gradmesh.transport.run import apply as run_op
 from gradmesh.verbs.call import Call, SizesLike, integer
 
@@ -599,25 +590,9 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y, _, token = _Node.apply(_Result(ring, call, out, lse), q, k, v, token)  # type: ignore[no-untyped-call]
         return y, token
 
-    state, op = rank_state(), ring.op(0)
     if ring.axis.size == 1:
         return run(None)[0]
-    if state.started.dropped:
-        refuse_dropped(op, k)
-    ordered = state.chain
-    if ordered is None:
-        return run(None)[0]
-    try:
-        if recording:
-            y: Tensor = ordered.node(op, run)
-            return y
-        ordered.refuse_reentrant(op)
-    except OrderError as error:  # raised before anything was sent
-        abort(op, k, error)
-        raise
-    y = run(None)[0]
-    if saves_for_a_checkpoint():
-        ordered.keep_place()
+    y: Tensor = apply(ring.op(0), k, lambda _, __: run(None)[0], lambda chain, op, _: chain.node(op, run))
     return y
 
 

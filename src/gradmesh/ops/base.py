@@ -42,6 +42,9 @@ __all__ = [
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
 
+_ADDED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32})
+"""The usual dtypes, all of which torch adds."""
+
 
 def refuse_unless_added(dtype: torch.dtype, fail: Callable[..., NoReturn]) -> None:
     """Raise for a dtype without arithmetic in torch."""
@@ -130,7 +133,7 @@ class Op(abc.ABC):
 
     def accepts(self, dtype: torch.dtype) -> None:
         """Raise for a dtype that the op is not defined for."""
-        if not self.sums:
+        if not self.sums or dtype in _ADDED:
             return
         if dtype is torch.bool:
             self.fail(

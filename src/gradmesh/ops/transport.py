@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["Axis", "PlainAxis", "Transport", "assemble", "counts", "dense", "flattened", "pack"]
+__all__ = ["Axis", "PlainAxis", "Transport", "as_flat", "assemble", "counts", "dense", "flattened", "pack"]
 
 
 class Axis(Protocol):
@@ -208,7 +208,7 @@ class Transport(abc.ABC):
         Returns:
             A tensor of the operand's shape.
         """
-        one, size = flattened(dense(x)), self.axis.size
+        one, size = as_flat(x), self.axis.size
         share, more = divmod(one.numel(), size)
         counts = [share + (rank < more) for rank in range(size)]
         mine = counts[self.axis.rank]
@@ -225,7 +225,7 @@ class Transport(abc.ABC):
         size, rank = self.axis.size, self.axis.rank
         send = [x.numel() if rank == root else 0] * size
         receive = [x.numel() if source == root else 0 for source in range(size)]
-        one = flattened(dense(x))
+        one = as_flat(x)
         return self.exchange(one.repeat(size) if rank == root else one[:0], send, receive, x.shape)
 
     def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
@@ -242,7 +242,7 @@ class Transport(abc.ABC):
         """
         size = self.axis.size
         send, receive = [0] * size, [0] * size
-        one = flattened(dense(x))
+        one = as_flat(x)
         if to is not None:
             send[to] = one.numel()
         if source is not None:
@@ -292,6 +292,12 @@ def dense(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().contiguous()
 
 
+def as_flat(x: Tensor) -> Tensor:
+    """The elements of any strided tensor as a dense buffer, copied only if need be."""
+    x = x.resolve_conj().resolve_neg().contiguous()
+    return x if x.dim() == 1 else x.view(-1)
+
+
 def flattened(x: Tensor) -> Tensor:
     """A dense tensor in one dimension, over the same memory."""
     return x if x.dim() == 1 else x.view(-1)
@@ -306,7 +312,7 @@ def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
 def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """The parts of `x` along `dim`, one after another, as one flat buffer."""
     if dim == 0 or math.prod(x.shape[:dim]) == 1:
-        return flattened(dense(x))
+        return as_flat(x)
     return torch.cat([part.reshape(-1) for part in dense(x).split(list(sizes), dim)])
 
 

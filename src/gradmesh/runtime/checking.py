@@ -27,7 +27,9 @@ _blocks = [0]
 def check_level() -> int:
     """The current level on this rank: 0, `CALLS` or `FULL`."""
     level = rank_state().check if _blocks[0] else None
-    return CHECK.value() if level is None else level
+    if level is not None:
+        return level
+    return CHECK.kept[0] if CHECK.kept else CHECK.value()
 
 
 @contextlib.contextmanager

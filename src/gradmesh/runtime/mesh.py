@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gradmesh._torch import default_group
+from gradmesh._torch import compiling, default_group
 from gradmesh._util.call_sites import install_excepthook
-from gradmesh.backends.process_group import group_cache
+from gradmesh.backends.process_group import OwnGroup
 from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.state import rank_state
@@ -342,8 +342,10 @@ def resolve(which: AxisLike, op: str) -> Axis:
     if isinstance(which, str):
         return _of_mesh(current_mesh(), which, op)
     if which is None:
-        mesh = current_mesh()
-        return _of_mesh(mesh, None, op) if mesh is not None else _of_group(world_group(op), "world")
+        state, world = rank_state(), dist.group.WORLD
+        if state.mesh is not None and (mesh := current_mesh()) is not None:
+            return _of_mesh(mesh, None, op)
+        return _of_group(world_group(op) if world is None else world, "world")
     if isinstance(which, DeviceMesh):
         return _of_mesh(which, None, op)
     if isinstance(which, dist.ProcessGroup):
@@ -401,9 +403,9 @@ def _meant(op: str, which: object) -> str | None:
 
 
 def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
-    kept = group_cache(group)
-    if kept is None:
+    if compiling() or not isinstance(group, OwnGroup):
         return Axis(name, group.rank(), group.size(), group)
+    kept = group.kept
     found: Axis | None = kept.get((Axis, name))
     if found is None:
         found = kept[Axis, name] = Axis(name, group.rank(), group.size(), group)

@@ -6,10 +6,12 @@ uses no ContextVar, because autograd's own threads do not inherit them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -107,37 +109,96 @@ class Suspects(Protocol):
         """Warn of what has not changed, and forget all."""
 
 
-class Tracer(Protocol):
-    """Observes the library's calls: `gradmesh.typed`, `gradmesh check`.
+class Instrument:
+    """Watches the calls of one rank; `installed` registers it. Each event does nothing unless a subclass overrides it.
+
+    Instruments are `gradmesh.typed`, `gradmesh check`, `timeline` and `delayed`. Three watchers are not, because what
+    they watch is not a call of gradmesh: the profile function of `gradcheck` (calls of torch.distributed and of
+    Functions of the program), the `Observer` of a world of threads (when a rank runs), and torch's profiler, which is
+    asked for at each call.
 
     Attributes:
         plain: whether layers with a custom autograd.Function must issue their collectives individually instead.
     """
 
-    plain: bool
+    plain: bool = False
 
-    def begins(self, op: Any, x: Tensor, recorded: Any) -> None:
-        """Called before another thread makes a call."""
+    def queued(self, op: Any, x: Tensor, recorded: Any) -> None:
+        """An async call is passed to the communication thread, by the thread that starts it."""
 
-    def follow(self, op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
-        """Run an op and record its result."""
+    def called(self, op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
+        """An op runs, on the thread that makes the call; returns the result of `run`."""
+        return run()
 
-    def declare(self, x: Tensor, axis: Any, kind: Any) -> None:
-        """Set the type of a tensor that the library declares."""
+    def sending(self, transport: Any) -> Any:
+        """A call is about to send; returns the transport that it uses, for example one that wraps this one."""
+        return transport
+
+    def waited(self, job: Any, begin: float, end: float) -> None:
+        """A wait for an async call has ended, on the waiting thread.
+
+        Args:
+            job: the call, a `gradmesh.transport.comm_thread.WorkItem`.
+            begin: when the wait began, by `time.perf_counter`.
+            end: when it ended.
+        """
+
+    def declared(self, x: Tensor, axis: Any, kind: Any) -> None:
+        """The library declares the type of a tensor."""
 
 
-ACTIVE_TRACERS = [0]
-"""Number of active tracers in the process; fast-path check, normally 0."""
+INSTALLED = [0]
+"""Number of installed instruments in the process; the only test of a call that is not watched."""
+
+_installing = threading.Lock()
+
+
+@contextlib.contextmanager
+def installed(instrument: Instrument, *, innermost: bool = False) -> Iterator[None]:
+    """Have an instrument watch the calls of this rank in the block, in any thread.
+
+    Args:
+        instrument: the instrument.
+        innermost: inside of the instruments that are installed already instead of outside.
+    """
+    state = rank_state()
+    with _installing:  # replaced, never mutated: other threads iterate over it
+        others = state.instruments
+        state.instruments = (instrument, *others) if innermost else (*others, instrument)
+        INSTALLED[0] += 1
+    try:
+        yield
+    finally:
+        with _installing:
+            state.instruments = tuple(other for other in state.instruments if other is not instrument)
+            INSTALLED[0] -= 1
+
+
+def instruments() -> tuple[Instrument, ...]:
+    """The instruments of the calling rank, innermost first."""
+    return rank_state().instruments if INSTALLED[0] else ()
+
+
+def watched(op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
+    """Run an op, with the calling rank's instruments around it."""
+    for each in rank_state().instruments:
+        run = partial(each.called, op, x, recorded, run)
+    return run()
 
 
 def must_decompose() -> bool:
-    """True if layers must issue their collectives individually because a tracer is active."""
-    tracer = rank_state().tracer if ACTIVE_TRACERS[0] else None
-    return tracer is not None and tracer.plain
+    """True if layers must issue their collectives individually because an instrument watches them."""
+    return any(each.plain for each in instruments())
 
 
-class _OfThread(threading.local):
-    """State per thread of a rank: a program may train in two threads, with separate groups."""
+class OfThread(threading.local):
+    """State per thread of a rank: a program may train in two threads, with separate groups.
+
+    Attributes:
+        chain: the open `ordered()` block.
+        coalescing: the open `coalesce()` block.
+        deferred: the deferred reductions; None: `no_sync` was never used.
+    """
 
     def __init__(self) -> None:
         # Not class attributes: Dynamo of torch 2.11 would read those instead of the thread's.
@@ -154,13 +215,14 @@ class RankState:
         mesh: the current mesh.
         mesh_world: the world group that it was made in; the mesh is ignored in any other.
         check: the check level (`gradmesh.runtime.checking`); None: that of the environment variable.
-        tracer: the active tracer.
+        instruments: what watches the rank's calls, innermost first.
         suspects: what the level "full" found, to be reported when a gradient is used.
         reorderable: whether compilers may reorder the collectives of functions that are compiled now.
         posted: pending point-to-point sends, each with the tensor that it is sent from.
         waits_at_exit: whether the process waits for them at exit.
         started: the async calls that were not waited for.
         objects: objects that other modules store for the rank, by class.
+        of_thread: what each of its threads has.
     """
 
     mesh: DeviceMesh | None = None
@@ -168,39 +230,12 @@ class RankState:
     check: int | None = None
     suspects: Suspects | None = None
     reorderable: bool = False
-    tracer: Tracer | None = None
+    instruments: tuple[Instrument, ...] = ()
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
     started: UnwaitedCalls = field(default_factory=UnwaitedCalls)
     objects: dict[type, Any] = field(default_factory=dict)
-    _of_thread: _OfThread = field(default_factory=_OfThread)
-
-    @property
-    def coalescing(self) -> Any:
-        """The open `coalesce()` block of this thread."""
-        return self._of_thread.coalescing
-
-    @coalescing.setter
-    def coalescing(self, block: Any) -> None:
-        self._of_thread.coalescing = block
-
-    @property
-    def chain(self) -> Chain | None:
-        """The open `ordered()` block of this thread."""
-        return self._of_thread.chain
-
-    @chain.setter
-    def chain(self, chain: Chain | None) -> None:
-        self._of_thread.chain = chain
-
-    @property
-    def deferred(self) -> Deferral | None:
-        """The deferred reductions of this thread; None: `no_sync` was never used."""
-        return self._of_thread.deferred
-
-    @deferred.setter
-    def deferred(self, deferred: Deferral | None) -> None:
-        self._of_thread.deferred = deferred
+    of_thread: OfThread = field(default_factory=OfThread)
 
     def put(self, value: object) -> None:
         """Store an object, replacing one of the same class."""
@@ -228,7 +263,7 @@ _process_state = RankState()
 
 def rank_state() -> RankState:
     """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
-    found = threads.rank_locals()
+    found = getattr(threads.here, "kept", None)
     return found if isinstance(found, RankState) else _process_state
 
 

@@ -9,8 +9,9 @@ An op defines what is sent (`gradmesh.ops`), autograd the direction (`gradmesh.a
 * `Functional`: functional collectives, which a compiler can see and reorder.
 
 Only `transport` chooses among them. A new transport is a subclass of `Transport` in a file of its own
-and a line in `TRANSPORTS` with the class of process group that it serves. `install_middleware` (middleware.py) wraps
-every transport of a rank for a while, for delay injection or recording. `run.apply` runs an op over its transport.
+and a line in `TRANSPORTS` with the class of process group that it serves. An `Instrument` (gradmesh.runtime.state)
+may wrap every transport of a rank for a while, for delay injection or recording. `run.apply` runs
+an op over its transport.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from gradmesh._torch import compiling
 from gradmesh.backends.process_group import OwnGroup, group_cache
 from gradmesh.ops.transport import Transport
 from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import INSTALLED, instruments
 from gradmesh.transport.call_checks import OpCallCheck, calls_of
-from gradmesh.transport.comm_thread import transport_axis
-from gradmesh.transport.middleware import MIDDLEWARE, install_middleware
+from gradmesh.transport.comm_thread import AsyncAxis
 from gradmesh.transport.process_group import (
     Functional,
     LocalTransport,
@@ -37,7 +38,6 @@ __all__ = [
     "Transport",
     "compiling",
     "group_cache",
-    "install_middleware",
     "traced_transport",
     "transport",
 ]
@@ -56,14 +56,16 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     """
     if axis.size == 1:
         return LocalTransport(axis)
-    axis = transport_axis(axis)
+    if type(axis) is AsyncAxis:
+        axis = axis.comm_thread.axis
     if call_check is not None:
         call_check.calls = calls_of(axis.group)
     kind = type(axis.group)
     own = OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
     found = TRANSPORTS.get(kind, own)(axis, call_check)
-    for wrap in MIDDLEWARE.wraps:
-        found = wrap(found)
+    if INSTALLED[0]:
+        for each in instruments():
+            found = each.sending(found)
     return found
 
 

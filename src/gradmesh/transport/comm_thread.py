@@ -28,8 +28,7 @@ from gradmesh._util.call_sites import Site, call_site, seen_from
 from gradmesh.backends import threads
 from gradmesh.errors import NotInitializedError, OrderError, message, refused_wait
 from gradmesh.runtime.mesh import Axis
-from gradmesh.runtime.state import rank_state
-from gradmesh.transport.middleware import MIDDLEWARE
+from gradmesh.runtime.state import INSTALLED, instruments, rank_state
 
 if TYPE_CHECKING:
     from gradmesh.backends.threads.rendezvous import BackgroundTask, Group
@@ -143,14 +142,14 @@ class WorkItem(Generic[T]):
                     remedy="call wait() before then(...), or torch.futures.collect_all([a.future(), b.future()])",
                 )
             )
-        if not MIDDLEWARE.wait_observers:
+        if not INSTALLED[0]:
             return self._wait()
         started = time.perf_counter()
         try:
             return self._wait()
         finally:
-            for waited in MIDDLEWARE.wait_observers:
-                waited(self, started, time.perf_counter())
+            for each in instruments():
+                each.waited(self, started, time.perf_counter())
 
     def _wait(self) -> T:
         if self._wait_for is not None:

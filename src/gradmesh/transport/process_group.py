@@ -37,7 +37,7 @@ from torch import Tensor
 
 from gradmesh._torch import functional
 from gradmesh.backends.process_group import FLAGS, OwnGroup, OwnWork
-from gradmesh.ops.transport import Transport, dense, flattened
+from gradmesh.ops.transport import Transport, as_flat, dense, flattened
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import RankState, rank_state
 from gradmesh.transport import packing
@@ -368,7 +368,7 @@ class OwnGroupTransport(GroupTransport):
     """An axis whose group is one of gradmesh's own."""
 
     def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
-        super().__init__(axis, call_check)
+        self.axis, self.call_check = axis, call_check  # without the call of the base class
         self.group: OwnGroup = axis.group  # type: ignore[assignment]  # by whose class this transport is chosen
 
     def exchange(
@@ -411,25 +411,25 @@ class OwnGroupTransport(GroupTransport):
     def sum(self, x: Tensor) -> Tensor:
         """`all_reduce_flat`."""
         out = self.room(x, x.shape)
-        self.group.all_reduce_flat(flattened(out), flattened(dense(x)), self.take_check())
+        self.group.all_reduce_flat(flattened(out), as_flat(x), self.take_check())
         return out
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
         """`reduce_flat`."""
         at_root = self.axis.rank == root
         out = self.room(x, x.shape) if at_root else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        self.group.reduce_flat(flattened(out), flattened(dense(x)), root, self.take_check())
+        self.group.reduce_flat(flattened(out), as_flat(x), root, self.take_check())
         return out
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
         """`broadcast_flat`."""
         out = self.room(x, x.shape)
-        self.group.broadcast_flat(flattened(out), flattened(dense(x)), root, self.take_check())
+        self.group.broadcast_flat(flattened(out), as_flat(x), root, self.take_check())
         return out
 
     def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
         """`relay_flat`, which every rank calls."""
-        one = flattened(dense(x))
+        one = as_flat(x)
         out = self.room(x, [0] if source is None else shape)
         self.group.relay_flat(flattened(out), one if to is not None else one[:0], source, self.take_check())
         return None if source is None else out

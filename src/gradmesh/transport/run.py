@@ -14,8 +14,8 @@ from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Transport
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis
-from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
-from gradmesh.transport import compiling, group_cache, middleware, transport
+from gradmesh.runtime.state import INSTALLED, rank_state, watched
+from gradmesh.transport import compiling, group_cache, profiling, transport
 from gradmesh.transport.call_checks import (
     BACKWARD,
     NEEDS_BACKWARD,
@@ -47,7 +47,7 @@ def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
             return _shown_at_origin(op, x, recorded)
     if recorded is not None and recorded.origin is not None:
         return _shown_at_origin(op, x, recorded)
-    if ACTIVE_TRACERS[0]:
+    if INSTALLED[0]:
         return _followed(op, x, recorded)
     return _checked(op, x, recorded)
 
@@ -73,14 +73,14 @@ def _shown_at_origin(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
 
 def _followed(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
     """Run an op; the rank's tracer records it."""
-    if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
-        return tracer.follow(op, x, recorded, lambda: _checked(op, x, recorded))
+    if INSTALLED[0]:
+        return watched(op, x, recorded, lambda: _checked(op, x, recorded))
     return _checked(op, x, recorded)
 
 
 def _checked(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
     """Run an op after the pending async calls, as a call that the ranks compare."""
-    if is_fake(x):
+    if x.is_meta or (type(x) is not Tensor and is_fake(x)):
         op.accepts(x.dtype)
         return fake_result(op, x)
     axis = op.axis
@@ -105,7 +105,7 @@ def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Te
             wire.compare()
         if profiler_on():
             back = recorded is not None and recorded.role == BACKWARD
-            with middleware.collective(op.verb, wire.axis, x, op.comm_dtype, backward=back):
+            with profiling.collective(op.verb, wire.axis, x, op.comm_dtype, backward=back):
                 return sent(op, x, wire)
         return sent(op, x, wire)
     except Exception as error:

@@ -21,7 +21,7 @@ from gradmesh._util.call_sites import call_site
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.ops.base import Op
 from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
-from gradmesh.runtime.state import ACTIVE_TRACERS, Tracer, rank_state
+from gradmesh.runtime.state import Instrument, installed, instruments
 from gradmesh.transport.call_checks import CallRecord
 from gradmesh.transport.run import withdraw
 from gradmesh.type_inference import collectives, operators, rules
@@ -241,48 +241,33 @@ class _Unseen(TorchFunctionMode):
         return result
 
 
-class _Follower:
+class _Follower(Instrument):
     """The seam to the library's own calls.
 
     Args:
         tracker: what follows types.
-        around: another tracer that was there before, and goes on with its work: `gradmesh check` on a script that
-            has blocks of its own.
     """
 
-    def __init__(self, tracker: Tracker, around: Tracer | None) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
-        self._around = around
-        self.plain = around is not None and around.plain
 
-    def begins(self, op: Op, x: Tensor, recorded: CallRecord | None) -> None:
-        """Passed on to the other tracer; `typed` inspects a call when it is made."""
-        if self._around is not None:
-            self._around.begins(op, x, recorded)
-
-    def follow(self, op: Op, x: Tensor, recorded: CallRecord | None, run: Callable[[], Tensor]) -> Tensor:
+    def called(self, op: Op, x: Tensor, recorded: CallRecord | None, run: Callable[[], Tensor]) -> Tensor:
         """Run an op of the library, and note what its result is."""
-        around = self._around
-        if around is None:
-            return collectives.follow_verb(self.tracker, op, x, recorded, run)
-        return collectives.follow_verb(
-            self.tracker, op, x, recorded, lambda: around.follow(op, x, recorded, run)
-        )
+        return collectives.follow_verb(self.tracker, op, x, recorded, run)
 
-    def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
+    def declared(self, x: Tensor, axis: Axis, kind: Type) -> None:
         """Give a tensor the type that the library declares."""
         self.tracker.declare(x, axis, kind)
-        if self._around is not None:
-            self._around.declare(x, axis, kind)
 
 
 def current() -> Tracker | None:
     """What follows this rank's tensors."""
-    tracer = rank_state().tracer if ACTIVE_TRACERS[0] else None
-    return tracer.tracker if isinstance(tracer, _Follower) else None
+    return next((each.tracker for each in instruments() if isinstance(each, _Follower)), None)
 
 
 _lock = threading.Lock()
+_open = [0]
+"""Number of open blocks in the process."""
 _hook: list[RemovableHandle] = []
 _eager: list[Any] = []
 
@@ -295,14 +280,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _count(by: int) -> None:
     with _lock:
-        ACTIVE_TRACERS[0] += by
-        if ACTIVE_TRACERS[0] and not _hook:
+        _open[0] += by
+        if _open[0] and not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_step))
             if compiler_loaded():
                 # Torch compiles nothing that a mode follows, but the library's own frames below it, one by one.
                 _eager.append(torch.compiler.set_stance("force_eager"))
                 _eager[0].__enter__()
-        if not ACTIVE_TRACERS[0] and _hook:
+        if not _open[0] and _hook:
             _hook.pop().remove()
             if _eager:
                 _eager.pop().__exit__(None, None, None)
@@ -345,9 +330,7 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
         ({'world': I}, {'world': V}, {'world': I})
     """
     need_dispatch()
-    state = rank_state()
-    around = state.tracer if ACTIVE_TRACERS[0] else None
-    if isinstance(around, _Follower):
+    if current() is not None:
         raise ArgumentError(
             message(
                 "there is a block already",
@@ -358,15 +341,14 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
             )
         )
     tracker = Tracker([one for one in _axes(axis) if one.size > 1], strict=strict)
-    state.tracer = _Follower(tracker, around)
     _count(1)
     try:
-        with _Unseen(tracker), _Mode(tracker):
-            yield Types(tracker)
-        _end(tracker)
+        with installed(_Follower(tracker)):
+            with _Unseen(tracker), _Mode(tracker):
+                yield Types(tracker)
+            _end(tracker)
     finally:
         tracker.open = False
-        state.tracer = around
         _count(-1)
     if not strict:
         tracker.warn()

@@ -16,7 +16,8 @@ from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh._util.structure import Packed
 from gradmesh.autograd.pending import Pending, receive, start_op
 from gradmesh.autograd.rule import apply
-from gradmesh.dims import DimLike, Names, known_names, show_names, stale, with_names
+from gradmesh.backends.process_group import OwnGroup
+from gradmesh.dims import RECORD, DimLike, Names, show_names, stale, with_names
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
@@ -27,7 +28,7 @@ from gradmesh.ops.sizes import EQUAL, Sizes, balanced
 from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport import compiling, group_cache
+from gradmesh.transport import compiling
 from gradmesh.transport.comm_thread import async_axis
 from gradmesh.transport.run import on_cpu, withdraw
 from gradmesh.types import Type
@@ -182,7 +183,11 @@ class Call:
         if x.dtype in NEVER_COPIED:
             self._refuse_dtype(x)
         self.x = x
-        self.names = known_names(x) if names is None else names or None
+        if names is None:
+            names_of_x = getattr(x, RECORD, None)
+            self.names = None if names_of_x is None else names_of_x[0]
+        else:
+            self.names = names or None
         if self.names is not None:
             if names is None and stale(x):
                 refuse_stale(self.names, x, self.fail)
@@ -235,9 +240,10 @@ class Call:
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op with these fields on this axis, cached per group."""
-        kept = group_cache(self.axis.group)
-        if kept is None:
+        group = self.axis.group
+        if compiling() or not isinstance(group, OwnGroup):
             return kind(self.axis, *fields, **self.precision)
+        kept = group.kept
         key = (kind, self.axis.name, self._async, fields, *self.precision.values())
         try:
             found: OpT | None = kept.get(key)
@@ -328,8 +334,10 @@ class Call:
             )
         return whole
 
-    def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
-        """One of the verb's choices, such as a type or a reduction."""
+    def choose(
+        self, name: str, value: object, choices: Mapping[Any, T], why: str | Callable[[], str] = ""
+    ) -> T:
+        """One of the verb's choices, such as a type or a reduction; `why` is the remedy for another value."""
         try:
             return choices[value]
         except (KeyError, TypeError):
@@ -338,7 +346,8 @@ class Call:
             f"{name} must be {' or '.join(map(_shown, choices))}",
             expected=f"{name} one of {', '.join(map(_shown, choices))}",
             got=f"{name}={value!r}",
-            remedy=why or f"pass {name}={_shown(next(iter(choices)))}, for example",
+            remedy=(why if isinstance(why, str) else why())
+            or f"pass {name}={_shown(next(iter(choices)))}, for example",
         )
 
     def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
@@ -524,7 +533,7 @@ class Call:
             return
         if of_all and self.x.is_cpu and not self._async and check_level():
             return
-        if rank_state().chain is None:
+        if rank_state().of_thread.chain is None:
             self.fail(
                 f"the backward of {self.verb} might not run on every rank",
                 expected="the call inside `with gradmesh.ordered():`",

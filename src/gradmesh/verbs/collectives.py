@@ -218,10 +218,11 @@ def all_reduce(
         )
     call = Call("all_reduce", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     kind = call.choose("dst", dst, _ALL_REDUCES, _WHICH_DST)
-    reduction = call.choose("op", op, _REDUCTIONS, _named_by_torch(op, _REDUCTIONS))
+    reduction = call.choose("op", op, _REDUCTIONS, lambda: _named_by_torch(op, _REDUCTIONS))
     if reduction in reductions.RULES:
         return reductions.RULES[reduction](call, kind.dst)
-    return call.run(_scaled(call.op(kind), reduction), call.x)
+    made: LinearOp = call.op(kind)
+    return call.run(_mean(made) if reduction == "mean" else made)
 
 
 @overload
@@ -372,9 +373,10 @@ def reduce_scatter(
     call = Call("reduce_scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along = call.dim(dim)
     choices = {"sum": "sum", "mean": "mean"}
-    reduction = call.choose("op", op, choices, _named_by_torch(op, choices))
+    reduction = call.choose("op", op, choices, lambda: _named_by_torch(op, choices))
     given = call.whole_sizes(sizes, along)
-    return call.run(_scaled(call.op(ReduceScatter, along, given), reduction), x)
+    made: LinearOp = call.op(ReduceScatter, along, given)
+    return call.run(_mean(made) if reduction == "mean" else made, x)
 
 
 @overload
@@ -1607,5 +1609,5 @@ def _stackable(x: Tensor) -> Tensor:
     return x.reshape(1) if isinstance(x, Tensor) and x.dim() == 0 else x
 
 
-def _scaled(op: LinearOp, reduction: str) -> LinearOp:
-    return op.once(Mean, lambda: Mean(op)) if reduction == "mean" else op
+def _mean(op: LinearOp) -> LinearOp:
+    return op.once(Mean, lambda: Mean(op))

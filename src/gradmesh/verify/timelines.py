@@ -1,8 +1,8 @@
 """Timelines of real runs: what each rank computes, launches, sends and waits for; and artificial network delays.
 
-Both are transport middleware, which receives the kind and size of each transfer. Names and sizes are those of the
-simulator (`gradmesh.verify.simulator.trace`): `payload` is the size of this rank's input, `sent` the bytes that it
-sends to others, independent of the algorithm. For a gather both are those of the rank with the longest part; for an
+Both are instruments that wrap each transport, and receive the kind and size of each transfer. Names and sizes are those
+of the simulator (`gradmesh.verify.simulator.trace`): `payload` is the size of this rank's input, `sent` the bytes that
+it sends to others, independent of the algorithm. For a gather both are those of the rank with the longest part; for an
 exchange with uneven parts those of this rank. Events and trace files are those of the simulator, too.
 """
 
@@ -27,12 +27,11 @@ from torch.overrides import TorchFunctionMode
 from gradmesh._torch import in_backward
 from gradmesh._util.call_sites import call_site
 from gradmesh.errors import ArgumentError, MissingExtraError, message
-from gradmesh.transport import Transport, install_middleware
-from gradmesh.transport.call_checks import TANGENT, CallRecord
+from gradmesh.runtime.state import Instrument, installed
+from gradmesh.transport import Transport
 from gradmesh.transport.comm_thread import WorkItem, current_job
-from gradmesh.transport.middleware import observe_waits
 from gradmesh.verify.simulator.costs import CostModel, Link
-from gradmesh.verify.simulator.trace import Event, Events, Phase, Work, show, trace_of
+from gradmesh.verify.simulator.trace import Event, EventLog, Events, Work, show, trace_of
 
 
 class _Record(Protocol):
@@ -190,7 +189,7 @@ class Middleware(Transport):
 
 
 class _Delayed(Middleware):
-    """Middleware that delays each transfer to the time of a cost model."""
+    """A transport that delays each transfer to the time of a cost model."""
 
     def __init__(self, inner: Transport, model: CostModel) -> None:
         super().__init__(inner)
@@ -206,6 +205,17 @@ class _Delayed(Middleware):
         if left > 0 and op != "send":
             time.sleep(left)
         return result
+
+
+class _Delays(Instrument):
+    """Delays each call."""
+
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+
+    def sending(self, transport: Transport) -> Transport:
+        """Wrap the transport of a call."""
+        return _Delayed(transport, self._model)
 
 
 @contextlib.contextmanager
@@ -240,7 +250,7 @@ def delayed(wire: CostModel | Link) -> Iterator[None]:
     """
     model = CostModel(wire, "direct") if isinstance(wire, Link) else wire
     # Innermost, so that a timeline includes the delay whichever of the two was entered first.
-    with install_middleware(lambda transport: _Delayed(transport, model), innermost=True):
+    with installed(_Delays(model), innermost=True):
         yield
 
 
@@ -250,7 +260,7 @@ Span = tuple[float, float]
 _STARTS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-class TimelineRecorder:
+class TimelineRecorder(Instrument):
     """The record of one rank, created on the rank's thread; times are from `time.perf_counter`.
 
     Args:
@@ -258,59 +268,47 @@ class TimelineRecorder:
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.events: list[Event] = []
+        self.rank, self.log = rank, EventLog()
         self.passes: list[Span] = []
         self.waits: list[Span] = []
         self.start = time.perf_counter()
         self._thread = threading.get_ident()
-        self._lock = threading.Lock()
         self._marked = False
-        self._made_by: dict[int, tuple[CallRecord, Event]] = {}
         self._made_beside: dict[int, Event] = {}
 
     def note(self, transport: RecordingTransport, transfer: Transfer, begin: float, end: float) -> None:
         """Record a completed transfer."""
-        recorded, job = transport.recorded, current_job()
+        job, log = current_job(), self.log
         here = job is None and threading.get_ident() == self._thread
-        phase: Phase = "backward" if in_backward() else "forward"
-        origin = None if recorded is None else recorded.origin
-        if recorded is not None and recorded.role:
-            phase = "tangent" if recorded.role == TANGENT else "backward"
-        event = Event(
-            number=0,
-            rank=self.rank,
-            op=transfer.op,
-            verb=transport.verb,
-            axis=transport.axis.name,
-            size=transport.axis.size,
-            payload=transfer.payload,
-            sent=round(transfer.sent),
-            phase=phase,
-            line=show(call_site()),
-            origin=None,
-            of="" if origin is None else show(origin.site),
-            called=begin if job is None else job.started,
-            start=begin,
-            end=end,
-        )
-        with self._lock:
-            event.number = len(self.events)
-            self.events.append(event)
-            if origin is not None and (made := self._made_by.get(id(origin))) is not None:
-                event.origin = made[1].number
-            if recorded is not None:
-                self._made_by.setdefault(id(recorded), (recorded, event))
+        with log.lock:
+            event = log.add(
+                transport.recorded,
+                rank=self.rank,
+                op=transfer.op,
+                verb=transport.verb,
+                axis=transport.axis.name,
+                size=transport.axis.size,
+                payload=transfer.payload,
+                sent=round(transfer.sent),
+                line=show(call_site()),
+                called=begin if job is None else job.started,
+                start=begin,
+                end=end,
+            )
             if job is not None:
                 self._made_beside[id(job)] = event
         if here:
             self._stand(event, begin, end)
 
+    def sending(self, transport: Transport) -> Transport:
+        """Record the transfers of a call."""
+        return RecordingTransport(transport, self)
+
     def waited(self, job: WorkItem[Any], begin: float, end: float) -> None:
         """Record a wait for an async call, if this thread waited."""
         if threading.get_ident() != self._thread:
             return
-        with self._lock:
+        with self.log.lock:
             event = self._made_beside.pop(id(job), None)
         self._stand(event, begin, end)
 
@@ -332,7 +330,7 @@ class TimelineRecorder:
 
 
 class RecordingTransport(Middleware):
-    """Middleware that records each transfer."""
+    """A transport that records each transfer."""
 
     def __init__(self, inner: Transport, recorder: TimelineRecorder) -> None:
         super().__init__(inner)
@@ -522,14 +520,13 @@ def timeline() -> Iterator[Timeline]:
     found = Timeline()
     recorder = TimelineRecorder(dist.get_rank() if dist.is_initialized() else 0)
     with (
-        install_middleware(lambda transport: RecordingTransport(transport, recorder)),
-        observe_waits(recorder.waited),
+        installed(recorder),
         Passes(recorder),
     ):
         yield found
     end, start = time.perf_counter(), recorder.start
     found.started = start
-    found.events = Events([_moved(event, -start, 0) for event in recorder.events])
+    found.events = Events([_moved(event, -start, 0) for event in recorder.log.events])
     waits = [(stood - start, went - start) for stood, went in recorder.waits]
     passes = [(first - start, last - start) for first, last in recorder.passes]
     found.work = worked(recorder.rank, (0.0, end - start), waits, passes)

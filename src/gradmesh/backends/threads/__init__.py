@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gradmesh.backends.threads.group import ThreadsGroup
     from gradmesh.backends.threads.rendezvous import World
 
-__all__ = ["rank_locals", "register", "seated", "stand_in"]
+__all__ = ["here", "rank_locals", "register", "seated", "stand_in"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,7 +55,8 @@ class _Seat:
     """The number of groups of each name that this rank has created: a name may be reused after destruction."""
 
 
-_here = threading.local()  # .seat and .kept, in the threads that are ranks
+here = threading.local()
+"""In the threads that are ranks: `.seat`, and in `.kept` the object that was passed to `seated`."""
 
 
 def rank_locals() -> object:
@@ -64,14 +65,14 @@ def rank_locals() -> object:
     >>> rank_locals() is None
     True
     """
-    return getattr(_here, "kept", None)
+    return getattr(here, "kept", None)
 
 
 @contextlib.contextmanager
 def seated(world: World, rank: int, kept: object) -> Iterator[None]:
     """Make the calling thread a rank of the world, and store an object for `rank_locals`."""
-    _here.seat = _Seat(world, rank)
-    _here.kept = kept
+    here.seat = _Seat(world, rank)
+    here.kept = kept
     _torch.adopt_thread(world.seed + rank)
     # Keep backward on the rank's thread for every device, since other threads do not belong to a rank.
     world.rank_of_thread[threading.get_ident()] = rank
@@ -87,10 +88,10 @@ def stand_in() -> Callable[[], None]:
 
     That thread does not count as a rank: while it waits, its rank does not wait.
     """
-    seat, kept, adopt = _here.seat, _here.kept, _torch.stand_in()
+    seat, kept, adopt = here.seat, here.kept, _torch.stand_in()
 
     def take_place() -> None:
-        _here.seat, _here.kept = seat, kept
+        here.seat, here.kept = seat, kept
         adopt()
 
     return take_place
@@ -107,7 +108,7 @@ def register() -> None:
 
 
 def _create(options: Any, _backend_options: object) -> ThreadsGroup:
-    seat: _Seat | None = getattr(_here, "seat", None)
+    seat: _Seat | None = getattr(here, "seat", None)
     if seat is None:
         raise ArgumentError(
             message(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from gradmesh._util.call_sites import call_site
+from gradmesh._util.call_sites import ORIGINS, call_site, origin
 from gradmesh.backends.process_group import (
     CallCheck,
     CoalescedWorks,
@@ -214,7 +214,8 @@ class ThreadsGroup(OwnGroup):
         if call_check is not None:
             call_check = CallCheck(secrets.randbits(64), lambda: said, call_check.refusal)
         with contextlib.suppress(Exception):  # the caller raises its own error
-            self._meet(Contribution(said, [], [], call_site(), None, call_check), lambda _parts: None)
+            part = Contribution(said, [], [], call_site(), None, call_check)
+            self.shared.meet(self.place, part, lambda _parts: None).wait(self.timeout)
 
     def _direct(
         self,
@@ -225,9 +226,8 @@ class ThreadsGroup(OwnGroup):
         pieces: object,
         call_check: CallCheck | None,
     ) -> None:
-        self._meet(Contribution(call, [given], [out], call_site(), pieces, call_check, direct=True), kernel)
-
-    def _meet(self, part: Contribution, kernel: _Kernel) -> None:
+        back = origin() if ORIGINS else None
+        part = Contribution(call, [given], [out], call_site(), pieces, call_check, back, True)
         meeting = self.shared.meet(self.place, part, kernel)
         try:
             meeting.wait(self.timeout)

@@ -82,7 +82,7 @@ class Observer:
             part: its contribution.
             kernel: processes the contributions of all ranks, in the thread of the last one.
         """
-        return group.bring(place, part, kernel)
+        return group.meet(place, part, kernel, observed=True)
 
     def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
         """A rank sends a message to group rank `to`."""
@@ -290,7 +290,8 @@ class Waitable:
         with world.lock:
             if self.done:
                 return
-            world.check()
+            if world.stopped is not None:
+                raise world.stopped()
             self.gates.append(gate)
             world.gates.add(gate)
             if rank is not None:
@@ -576,27 +577,34 @@ class Group:
         return f"group '{self.name}' of ranks {ranks}"
 
     def meet(
-        self, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
+        self,
+        place: int,
+        part: Contribution,
+        kernel: Callable[[list[Contribution]], None],
+        *,
+        observed: bool = False,
     ) -> Rendezvous:
-        """Post a rank's contribution to its next call; the last rank does the work."""
-        observer = self.world.observer
-        if observer is not None:
-            return observer.meet(self, place, part, kernel)
-        return self.bring(place, part, kernel)
+        """Post a rank's contribution to its next call; the last rank does the work.
 
-    def bring(
-        self, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
-    ) -> Rendezvous:
-        """`meet` without the observer."""
-        with self.world.lock:
-            self.world.check()
+        Args:
+            place: the rank in the group.
+            part: its contribution.
+            kernel: processes the contributions of all ranks.
+            observed: whether the world's observer has seen the call.
+        """
+        world = self.world
+        if world.observer is not None and not observed:
+            return world.observer.meet(self, place, part, kernel)
+        with world.lock:
+            if world.stopped is not None:
+                raise world.stopped()
             number = self.calls[place]
             self.calls[place] += 1
             meeting = self.meetings.get(number)
             if meeting is None:
                 meeting = self.meetings[number] = Rendezvous(self, number)
             meeting.parts[place] = part
-            self.world.events += 1
+            world.events += 1
             complete = len(meeting.parts) == len(self.ranks)
             if complete:
                 del self.meetings[number]

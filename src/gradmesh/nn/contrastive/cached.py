@@ -264,7 +264,7 @@ def _leaf(pieces: tuple[Tensor, ...]) -> Tensor:
 
 
 def _ordered() -> bool:
-    return rank_state().chain is not None
+    return rank_state().of_thread.chain is not None
 
 
 def _run(loss: Tensor) -> None:

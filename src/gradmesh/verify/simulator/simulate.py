@@ -305,7 +305,7 @@ class Watching(Observer):
             kernel(parts)
             carried()
 
-        return group.bring(place, part, work)
+        return group.meet(place, part, work, observed=True)
 
     def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
         """Record the message and its arrival."""

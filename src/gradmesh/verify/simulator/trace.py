@@ -311,29 +311,21 @@ def metadata(kind: str, process: int, thread: int, **args: Any) -> Entry:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
 
 
-class Notes:
-    """The events of a run.
+class EventLog:
+    """The events of a run, each with the event whose backward or tangent it is."""
 
-    Args:
-        mesh: the sizes of the axes by name, the slowest first; groups are named by the axes that they extend along.
-    """
-
-    def __init__(self, mesh: Mapping[str, int]) -> None:
+    def __init__(self) -> None:
         self.events: list[Event] = []
-        self._lock = threading.Lock()
-        self._mesh = dict(mesh)
-        self._axes: dict[Group, str] = {}
+        self.lock = threading.Lock()
         self._made_by: dict[int, tuple[CallRecord, Event]] = {}
-        self._last: dict[tuple[Group, int], tuple[OpCallCheck, Site]] = {}
 
-    def note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
-        """Create the event of a call."""
-        with self._lock:
-            return self._note(group, place, part, now)
+    def add(self, recorded: CallRecord | None, **fields: Any) -> Event:
+        """Add the event of a transfer; the caller holds the lock.
 
-    def _note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
-        check, first = self._call_check(group, place, part)
-        recorded = None if check is None else check.recorded
+        Args:
+            recorded: the metadata of its call, if that is one of gradmesh.
+            fields: of `Event`, without number, phase, origin and of.
+        """
         phase: Phase = "backward" if in_backward() else "forward"
         origin: CallRecord | None = None
         if recorded is not None:
@@ -343,38 +335,61 @@ class Notes:
         made_by = None if origin is None else self._made_by.get(id(origin))
         event = Event(
             number=len(self.events),
-            rank=group.ranks[place],
-            op=op_of(part),
-            verb="" if check is None else check.verb,
-            axis=self._axis(group),
-            size=len(group.ranks),
-            payload=payload_of(part),
-            sent=sent_by(place, part, len(group.ranks)),
             phase=phase,
-            line=show(part.site),
             origin=None if made_by is None else made_by[1].number,
             of="" if origin is None else show(origin.site),
-            called=now,
+            **fields,
         )
-        if recorded is not None and first:
-            self._made_by[id(recorded)] = recorded, event
+        if recorded is not None:  # of a call's transfers the first
+            self._made_by.setdefault(id(recorded), (recorded, event))
         self.events.append(event)
         return event
 
-    def _call_check(self, group: Group, place: int, part: Contribution) -> tuple[OpCallCheck | None, bool]:
-        """The verb's call check, and whether this is the verb's first transfer.
+
+class Notes(EventLog):
+    """The events of all ranks of a world.
+
+    Args:
+        mesh: the sizes of the axes by name, the slowest first; groups are named by the axes that they extend along.
+    """
+
+    def __init__(self, mesh: Mapping[str, int]) -> None:
+        super().__init__()
+        self._mesh = dict(mesh)
+        self._axes: dict[Group, str] = {}
+        self._last: dict[tuple[Group, int], tuple[OpCallCheck, Site]] = {}
+
+    def note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
+        """Create the event of a call."""
+        with self.lock:
+            check = self._call_check(group, place, part)
+            return self.add(
+                None if check is None else check.recorded,
+                rank=group.ranks[place],
+                op=op_of(part),
+                verb="" if check is None else check.verb,
+                axis=self._axis(group),
+                size=len(group.ranks),
+                payload=payload_of(part),
+                sent=sent_by(place, part, len(group.ranks)),
+                line=show(part.site),
+                called=now,
+            )
+
+    def _call_check(self, group: Group, place: int, part: Contribution) -> OpCallCheck | None:
+        """The verb's call check.
 
         A verb may need several transfers; only the first has a call check, and the others have the same call site.
         """
         key = group, place
         if isinstance(part.call_check, OpCallCheck):
             self._last[key] = part.call_check, part.site
-            return part.call_check, True
+            return part.call_check
         last = self._last.get(key)
         if last is not None and part.direct and last[1] == part.site:
-            return last[0], False
+            return last[0]
         self._last.pop(key, None)
-        return None, False
+        return None
 
     def _axis(self, group: Group) -> str:
         name = self._axes.get(group)
