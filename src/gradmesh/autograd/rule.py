@@ -66,17 +66,7 @@ def refuse_dropped(op: Op, x: Tensor) -> None:
 def recorded(
     op: Op, x: Tensor, call: CallRecord | None, token: Tensor | None
 ) -> tuple[CallRecord, Tensor | None, bool]:
-    """The record of a call outside of the order, with the flags that the ranks exchange.
-
-    Args:
-        op: the op.
-        x: its operand.
-        call: the metadata of the call, if it has any.
-        token: that of a call that has to precede this one in the graph.
-
-    Returns:
-        The record, the call's ordering token, and whether the call needs a backward on this rank.
-    """
+    """The record of a call outside of the order with its flags, its token, and whether this rank needs a backward."""
     call = CallRecord() if call is None else call
     if not torch.is_grad_enabled():
         return call, token, False
@@ -155,10 +145,6 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     return y
 
 
-def _linked(chain: Chain, op: Any, x: Tensor) -> Tensor:
-    return chain.link(op, x)
-
-
 @overload
 def apply(op: Op, x: Tensor) -> Tensor: ...
 @overload
@@ -169,7 +155,7 @@ def apply(
     op: Op,
     x: Tensor,
     make: Callable[[Op, Tensor], Any] = apply_unordered,
-    ordered: Callable[[Any, Any, Tensor], Any] = _linked,
+    ordered: Callable[[Chain, Any, Tensor], Any] = lambda chain, op, x: chain.link(op, x),
 ) -> Any:
     """Make a call, differentiably; inside `ordered()` as the next ordered op.
 
