@@ -87,7 +87,7 @@ def dispatched_name(func: Any) -> tuple[str, str]:
     return space, name
 
 
-_version = getter("torch.Tensor._version", "gradmesh.typed")
+_version = getter("torch._C.TensorBase._version", "gradmesh.typed")
 
 
 def version_of(x: Tensor) -> int:
@@ -99,10 +99,10 @@ def version_of(x: Tensor) -> int:
     return version
 
 
-base_of: Callable[[Tensor], Tensor | None] = getter("torch.Tensor._base", "gradmesh check")
+base_of: Callable[[Tensor], Tensor | None] = getter("torch._C.TensorBase._base", "gradmesh check")
 """The tensor that a tensor is a view of, or None."""
 
-is_view: Callable[[Tensor], bool] = required("torch.Tensor._is_view", "gradmesh check")
+is_view: Callable[[Tensor], bool] = required("torch._C.TensorBase._is_view", "gradmesh check")
 """Whether a tensor is a view."""
 
 
