@@ -216,7 +216,7 @@ def _apart(model: parallel.Potential) -> str:
 
 def test_positions_that_differ_between_ranks_are_an_error_on_every_rank(threads: Ranks) -> None:
     said = threads(3)(_apart, _model())
-    assert said == ["gradmesh_demos.forces.RankCalculator: the ranks' arguments differ"] * 3
+    assert said == ["gradmesh.demo.forces.RankCalculator: the ranks' arguments differ"] * 3
 
 
 def test_learner_resumes_after_a_copy_and_a_pickle() -> None:

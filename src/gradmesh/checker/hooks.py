@@ -467,7 +467,7 @@ class _Watcher:
                 value = local.detach().clone()
                 idle = not self._tape.steps
                 held = {
-                    name: p.detach().clone() for name, p in to._parameters() if type(p) is torch.nn.Parameter
+                    name: p.detach().clone() for name, p in to.parameters() if type(p) is torch.nn.Parameter
                 }
             self._tape.events.append(Root(number, value, copy, passed, site, held if idle else {}))
 

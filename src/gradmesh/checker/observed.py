@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Subset
 
-from gradmesh._torch.operators import arguments, written
+from gradmesh._torch.operators import arguments, local_part, written
 from gradmesh._util.call_sites import is_of_the_program
 from gradmesh.checker.trace import Epoch, Tape, Unwaited, address_of, end_of, gradient_of
 from gradmesh.type_inference.operators import tensors_in
@@ -189,13 +189,13 @@ class Mixing:
     def begins(self, held: Sequence[Any], states: Any) -> None:
         """A step begins: the parameters with what their optimizer keeps for each."""
         self.mixed, self._made, self._read, self._own = {}, {}, {}, {}
-        self._params = {memory_of(_local(p)): at for at, p in enumerate(held)}
+        self._params = {memory_of(local_part(p)): at for at, p in enumerate(held)}
         for at, p in enumerate(held):
             state = states.get(p, {})
             kept = [x for x in state.values() if isinstance(x, Tensor)] if isinstance(state, dict) else []
             for x in (p, gradient_of(p), *kept):
                 if x is not None and x.numel() > 1:
-                    key = memory_of(_local(x))
+                    key = memory_of(local_part(x))
                     self._own[key] = self._own.get(key, frozenset()) | {at}
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -233,10 +233,6 @@ class Mixing:
         if made is None and name in _MIXES and any(x.numel() > 1 and memory_of(x) in self._own for x in row):
             made = name, self._site()
         return own, made
-
-
-def _local(x: Any) -> Tensor:
-    return getattr(x, "_local_tensor", x)  # type: ignore[no-any-return]
 
 
 _MIXES = {

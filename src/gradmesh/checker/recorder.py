@@ -104,7 +104,7 @@ class Numbering:
         """Backwards since the last step."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
         """Where autograd keeps what it needs for backward, and for how long."""
-        self.gradients = Gradients(self._parameters)
+        self.gradients = Gradients(self.parameters)
         """Which tensors are gradients, and of which parameter."""
         self.changes = Changes(self.gradients, self.site, tape.size)
         """What the program makes of them."""
@@ -167,7 +167,7 @@ class Numbering:
     def backward_is_over(self) -> None:
         """Look where the gradients are."""
         self.gradients.find()
-        for _, p in self._parameters():
+        for _, p in self.parameters():
             gradient = gradient_of(p)
             if gradient is not None:
                 self.made[id(p)] = gradient
@@ -198,7 +198,8 @@ class Numbering:
         """The parameters that were met since the last step, but those whose memory was let go of, as FSDP does."""
         return [x for x, known in self._known.items() if known.leaf and (memory_of(x) or not x.numel())]
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that are known, by name."""
         names = self.modules.names()
         held = {id(leaf): leaf for leaf in self.leaves()} | {id(p): p for p in self.modules.parameters()}
         for key, p in held.items():
@@ -642,7 +643,7 @@ class Recorder(Numbering, DispatchMode):
         """A backward begins: before the first one, the parameters that were sent are named."""
         super().backward_begins()
         if self._handed is not None:
-            names = {address_of(p): name for name, p in self._parameters()}
+            names = {address_of(p): name for name, p in self.parameters()}
             for event, given in self._handed:
                 event.parameters = [names[at] for at in map(address_of, given) if at in names]
             self._handed = None

@@ -936,7 +936,10 @@ _WRAPPERS = ("DistributedDataParallel", "OptimizedModule", "DataParallel")
 """Modules around a module, whose names would only stand before those of its parameters."""
 
 
-_OF_MODES = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+_OF_MODES = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+)
 """Layers that compute something else in evaluation than in training."""
 
 

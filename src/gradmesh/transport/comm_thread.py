@@ -202,18 +202,16 @@ class CommThread:
     def __init__(self, axis: Axis) -> None:
         self._name, self._rank, self._size = axis.name, axis.rank, axis.size
         self._of = weakref.ref(axis.group)  # which keeps this communication thread
-        from gradmesh.backends.threads.group import ThreadsGroup
-        from gradmesh.backends.threads.rendezvous import BackgroundThread
-
         self._own: Axis | None = None
-        self._shared: Group | None = None
-        if isinstance(axis.group, ThreadsGroup):
-            # On this backend the rank makes the group without waiting for the others.
-            self._shared = self.axis.group.shared  # type: ignore[attr-defined]
+        self._shared: Group | None = getattr(axis.group, "shared", None)
+        """What the ranks of a group of the threads backend share."""
+        if self._shared is not None:
+            from gradmesh.backends.threads.rendezvous import BackgroundThread
+
+            self._runner = BackgroundThread()
         self._jobs: queue.SimpleQueue[WorkItem[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._runner = BackgroundThread()
 
     @property
     def axis(self) -> Axis:

@@ -205,19 +205,18 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def same_data(context: Context) -> list[Finding]:
     """Ranks that all do the same, and average what they get."""
-    ranks = range(len(context.tapes))
     group = max(context.truth.classes, key=len)
-    averages = any(steps[0].wrapped for steps in context.segment.steps)
-    sums = any(
-        call.kind in ("all_reduce", "reduce_scatter") and call.phase != "forward"
+    averaged = [steps[0].wrapped for steps in context.segment.steps]
+    averaged += [
+        tuple(calls)
         for calls in context.again.groups
-        for call in calls.values()
-    )
-    if len(group) < 2 or context.again.calls or not (averages or sums):
+        if any(c.kind in ("all_reduce", "reduce_scatter") and c.phase != "forward" for c in calls.values())
+    ]
+    if context.again.calls or not any(len(set(group).intersection(ranks)) > 1 for ranks in averaged):
         return []
     roots = {e.id for e in context.events(0) if isinstance(e, Root)}
     site = next((e.site for e in context.events(0) if isinstance(e, Op) and roots.intersection(e.outs)), -1)
-    who = f"all {len(group)} ranks" if len(group) == len(ranks) else f"ranks {_numbers(group)}"
+    who = f"all {len(group)} ranks" if len(group) == len(context.tapes) else f"ranks {_numbers(group)}"
     said = f"{who} compute the same loss from the same data: their average is what each has alone"
     return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), group)]
 
