@@ -8,7 +8,7 @@ So the gradient is what autograd makes of the forward, and nothing of the ops' o
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,6 +282,8 @@ _SAME = {
     "unbind",
     "expand",
 }
+_PACKS = {*_SAME, "cat", "stack"}
+"""What a program makes a message with."""
 _SCALED = {"div", "div_", "mul", "mul_"}
 _SUMS = {"add", "add_", "sub", "sub_"}
 _PARTS = {"cat", "stack", "copy_", "index_put_", "select_scatter", "slice_scatter"}
@@ -458,19 +460,23 @@ class Rank:
         if self.declared:
             known = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: known[0] for number in event.outs if known})
-        result = named_operator(event.name)(*self._valued(event.args), **self._valued(event.kwargs))
-        made = [result] if isinstance(result, Tensor) else _flat(result)
-        for number, x in zip(event.outs, made, strict=True):
-            self.tensors[number] = x
+        self.tensors.update(self._results(event, self.tensors))
+        if self.continues and event.name.split(".")[1] in _PACKS and self.attached.keys() & set(refs(event)):
+            self.attached.update(self._results(event, {**self.tensors, **self.attached}))
 
-    def _valued(self, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return self.tensors[value.id]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._valued(part) for part in value)
-        if isinstance(value, dict):
-            return {key: self._valued(part) for key, part in value.items()}
-        return value
+    def _results(self, event: Op, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        def valued(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return tensors[value.id]
+            if isinstance(value, (list, tuple)):
+                return type(value)(valued(part) for part in value)
+            if isinstance(value, dict):
+                return {key: valued(part) for key, part in value.items()}
+            return value
+
+        result = named_operator(event.name)(*valued(event.args), **valued(event.kwargs))
+        made = [result] if isinstance(result, Tensor) else _flat(result)
+        return dict(zip(event.outs, made, strict=True))
 
     def taken(self, call: Sent) -> list[Tensor]:
         """What a collective takes.

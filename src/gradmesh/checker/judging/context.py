@@ -37,7 +37,8 @@ class Context:
     def factors(self) -> tuple[float, ...]:
         """What all gradients may be, in units of the true ones: 1, or 1/n for a mean over n losses.
 
-        These are the ranks' losses, those of a group of ranks, or those of several backwards before a step.
+        These are the ranks' losses, those of a group of ranks, or those of several backwards before a step. A loss that
+        the program multiplies by the number of ranks may be meant without that factor.
         """
         different = self.truth.different
         sizes = {
@@ -46,7 +47,18 @@ class Context:
         over_ranks = {1, *(n for n in {different, *sizes} if n and different % n == 0)}
         each = {sum(isinstance(event, Root) for event in part) for part in self.segment.parts}
         backwards = {1, *(each if len(each) == 1 else ())} - {0}
+        if all(self._multiplied_by_ranks(rank) for rank in range(len(self.tapes))):
+            over_ranks.add(len(self.tapes))
         return tuple(1 / n for n in sorted({a * b for a in over_ranks for b in backwards}))
+
+    def _multiplied_by_ranks(self, rank: int) -> bool:
+        """Whether the last operator of each loss of a rank multiplies it by the number of ranks."""
+        events = self.events(rank)
+        made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
+        lasts = [made.get(e.id) for e in events if isinstance(e, Root)]
+        return bool(lasts) and all(
+            op is not None and op.name == "aten.mul.Tensor" and op.args[1] == len(self.tapes) for op in lasts
+        )
 
     def place(self, rank: int, site: int) -> Place | None:
         """A line, with its text."""
