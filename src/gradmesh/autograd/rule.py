@@ -168,7 +168,7 @@ def apply(
         make: makes the call outside of the order; defaults to that of the op.
         ordered: makes the call as the next ordered op of a `Chain`; as well.
     """
-    if compiling():
+    if make is apply_unordered and compiling():
         return _compiled(op, x)
     state = rank_state()
     if state.started.dropped:

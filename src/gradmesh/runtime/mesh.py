@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradmesh._torch import compiling, default_group
 from gradmesh._util.call_sites import install_excepthook
-from gradmesh.backends.process_group import OwnGroup
 from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.state import rank_state
@@ -403,9 +402,9 @@ def _meant(op: str, which: object) -> str | None:
 
 
 def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
-    if compiling() or not isinstance(group, OwnGroup):
+    kept = None if compiling() else getattr(group, "kept", None)
+    if kept is None:  # a group of another package keeps nothing
         return Axis(name, group.rank(), group.size(), group)
-    kept = group.kept
     found: Axis | None = kept.get((Axis, name))
     if found is None:
         found = kept[Axis, name] = Axis(name, group.rank(), group.size(), group)

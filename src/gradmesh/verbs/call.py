@@ -16,7 +16,6 @@ from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh._util.structure import Packed
 from gradmesh.autograd.pending import Pending, receive, start_op
 from gradmesh.autograd.rule import apply
-from gradmesh.backends.process_group import OwnGroup
 from gradmesh.dims import RECORD, DimLike, Names, show_names, stale, with_names
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError, message
 from gradmesh.ops.all_gather import AllGather
@@ -240,10 +239,9 @@ class Call:
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op with these fields on this axis, cached per group."""
-        group = self.axis.group
-        if compiling() or not isinstance(group, OwnGroup):
+        kept = None if compiling() else getattr(self.axis.group, "kept", None)
+        if kept is None:  # a group of another package keeps nothing
             return kind(self.axis, *fields, **self.precision)
-        kept = group.kept
         key = (kind, self.axis.name, self._async, fields, *self.precision.values())
         try:
             found: OpT | None = kept.get(key)
