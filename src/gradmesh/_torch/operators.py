@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +106,11 @@ is_view: Callable[[Tensor], bool] = required("torch._C.TensorBase._is_view", "gr
 
 
 def local_part(x: Any) -> Any:
-    """This rank's part of a DTensor, as the same object each time; any other object itself."""
-    module: Any = sys.modules.get("torch.distributed.tensor")  # if it is not imported, nothing is a DTensor
-    if module is None or not isinstance(x, module.DTensor):
-        return x
-    with torch.no_grad():
-        return x.to_local()
+    """This rank's part of a DTensor, as the same object each time; any other object itself.
+
+    `to_local` is an operation, which modes that watch a program see.
+    """
+    return getattr(x, "_local_tensor", x)
 
 
 def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
