@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.weak import WeakIdKeyDictionary as WeakTensors
 
-from gradmesh._torch.names import find, getter, refuse, required
+from gradmesh._torch.names import Attribute, find, getter, refuse, required
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
@@ -105,12 +105,15 @@ is_view: Callable[[Tensor], bool] = required("torch._C.TensorBase._is_view", "gr
 """Whether a tensor is a view."""
 
 
+_LOCAL = Attribute("torch.distributed.tensor.DTensor._local_tensor", "gradmesh check")
+
+
 def local_part(x: Any) -> Any:
     """This rank's part of a DTensor, as the same object each time; any other object itself.
 
     `to_local` is an operation, which modes that watch a program see.
     """
-    return getattr(x, "_local_tensor", x)
+    return _LOCAL.of(x, x)
 
 
 def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
