@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import itertools
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -37,6 +38,7 @@ from tests.scripts import Script
 __all__ = ["Derivative", "Played", "derivatives", "play"]
 
 STEP = 1e-6
+Sums = Literal["as they come", "at once", "late"]
 TORCH_SEED = 67280421310721  # what torch starts with in a new process
 
 
@@ -96,13 +98,31 @@ def names() -> dict[int, str]:
     return found
 
 
+class LateSum:
+    """An asynchronous sum that changes its operand in `wait()` and at no other time."""
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self.start = start
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Sum, once."""
+        start, self.start = self.start, lambda: None
+        start()
+        return True
+
+
 class Watch:
     """Sees what a script differentiates and steps with; moves one parameter before it starts, if told to."""
 
     def __init__(
-        self, script: Script, first: bool = False, move: tuple[int, float] | None = None, cut: bool = False
+        self,
+        script: Script,
+        first: bool = False,
+        move: tuple[int, float] | None = None,
+        cut: bool = False,
+        sums: Sums = "as they come",
     ) -> None:
-        self.script, self.first, self.move, self.cut = script, first, move, cut
+        self.script, self.first, self.move, self.cut, self.sums = script, first, move, cut, sums
         self.seen = Seen()
         self.params: list[Tensor] = []
         self.root: nn.Module | None = None
@@ -166,7 +186,15 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         backward, grad, start = torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.__init__
-        init = dist.init_process_group
+        init, all_reduce = dist.init_process_group, dist.all_reduce
+
+        def seen_all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            if self.sums == "as they come" or not async_op:
+                return all_reduce(*args, async_op=async_op, **kwargs)
+            work = LateSum(lambda: all_reduce(*args, **kwargs))
+            if self.sums == "at once":
+                work.wait()
+            return work
 
         def noted(root: Any) -> None:
             for x in root if isinstance(root, (tuple, list)) else (root,):
@@ -203,6 +231,7 @@ class Watch:
             mock.patch("torch.autograd.grad", seen_grad),
             mock.patch("torch.optim.Optimizer.__init__", seen_start),
             mock.patch("torch.distributed.init_process_group", seen_init),
+            mock.patch("torch.distributed.all_reduce", seen_all_reduce),
             mock.patch("torch.distributed.destroy_process_group"),
         ):
             try:
@@ -240,8 +269,8 @@ def once(watch: Watch, rank: int, port: int) -> Seen:
     return watch.seen
 
 
-def _played(script: Script, rank: int, port: int) -> Seen:
-    return once(Watch(script), rank, port)
+def _played(script: Script, rank: int, port: int, sums: Sums) -> Seen:
+    return once(Watch(script, sums=sums), rank, port)
 
 
 def _derived(script: Script, rank: int, port: int) -> list[Seen]:
@@ -298,9 +327,10 @@ def _on_ranks(work: Callable[..., Any], script: Script, limit: float) -> tuple[l
     return results, seconds, hung
 
 
-def play(script: Script, limit: float = 60.0) -> Played:
-    """Run a script once on all its ranks."""
-    results, seconds, hung = _on_ranks(_played, script, script.timeout or limit)
+def play(script: Script, limit: float = 60.0, sums: Sums = "as they come") -> Played:
+    """Run a script once on all its ranks; its asynchronous sums end when they do, at once or as late as they can."""
+    work = functools.partial(_played, sums=sums)
+    results, seconds, hung = _on_ranks(work, script, script.timeout or limit)
     ranks = [Seen(error="no answer") if seen is None else seen for seen in results]
     return Played(tuple(ranks), seconds, hung)
 

@@ -130,11 +130,11 @@ def check_script(
             verdict.seconds["checked"] += longer.seconds
             seen = longer.tapes
             together, more = brought_together(seen)
-            together = together or averages_values(seen) is not None
-        if together:
+        at = averages_values(seen)
+        if together or (seen is not found.tapes and at is not None):
             note = (
-                f"each rank steps along its own gradient, and at {averages_values(seen)} the ranks bring together what "
-                "they have: these are taken for local steps, whose gradients are not compared"
+                f"each rank steps along its own gradient, and {'later' if at is None else f'at {at}'} the ranks bring "
+                "together what they have: these are taken for local steps, whose gradients are not compared"
             )
             findings = tuple(each for each in verdict.findings if each.rule.id != "GM101")
             verdict = replace(verdict, findings=(*findings, *more), notes=(*verdict.notes, note))

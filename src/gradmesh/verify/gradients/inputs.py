@@ -78,7 +78,7 @@ class Leaf:
         self.current = self.parameter
         self.parameter.grad = None
         with torch.no_grad():
-            local_part(self.parameter).copy_(value)
+            local_shard(self.parameter).copy_(value)
         return self.parameter
 
     @property
@@ -87,7 +87,7 @@ class Leaf:
         return None if self.current is None else local_gradient(self.current, self.current.grad)
 
 
-def local_part(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
     """The tensor, or the local shard of a DTensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -96,7 +96,7 @@ def local_gradient(of: Tensor, grad: Tensor | None) -> Tensor | None:
     """The local gradient, with the placements of the tensor it belongs to."""
     if isinstance(grad, DTensor) and isinstance(of, DTensor):
         grad = grad.redistribute(placements=of.placements)
-    return None if grad is None else local_part(grad.detach()).clone()
+    return None if grad is None else local_shard(grad.detach()).clone()
 
 
 class RankInputs:
@@ -209,7 +209,7 @@ class RankInputs:
                     "call module.double() before wrapping or sharding the module",
                     DTypeError,
                 )
-            base = local_part(parameter.detach()).clone()
+            base = local_shard(parameter.detach()).clone()
             self.leaves[full] = Leaf(full, chosen, base, parameter)
 
 

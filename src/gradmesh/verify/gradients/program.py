@@ -23,7 +23,7 @@ from gradmesh.verify.gradients.inputs import (
     RankInputs,
     disagreement,
     local_gradient,
-    local_part,
+    local_shard,
     raise_first,
     refuse_wrong_call,
     unsteady,
@@ -374,6 +374,6 @@ def _kept(leaf: Any, seed: int) -> Kept:
         weights = direction(seed, "mark", 0, leaf.base.shape, leaf.base.dtype)
         product = (weights * leaf.base).sum()
         mark = (float(product.real), float(product.imag)) if leaf.base.is_complex() else (float(product),)
-    address = 0 if leaf.parameter is None else local_part(leaf.parameter.detach()).data_ptr()
+    address = 0 if leaf.parameter is None else local_shard(leaf.parameter.detach()).data_ptr()
     memory = (os.getpid(), address) if address else None
     return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark, memory)
