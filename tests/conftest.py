@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,3 +77,18 @@ def compiling(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[int],
 def processes(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[int], Run]:
     """`processes(n)(fn, *args)` runs fn on n processes, of both backends in turn, and returns their results."""
     return lambda n: worlds(n, request.param, 240).run
+
+
+@pytest.fixture(scope="session")
+def simulated(worlds: Worlds) -> Callable[[int], Run]:
+    """`simulated(n)(fn, *args, delay=0.002)` runs fn on n processes with a simulated device."""
+    from tests.simulated_device import build
+
+    reason = build.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    build.module()  # before a rank has to wait for it
+
+    from tests import simulated_device
+
+    return lambda n: partial(worlds(n, simulated_device.POOL, 240).run, simulated_device.on_device)

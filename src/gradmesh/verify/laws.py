@@ -24,6 +24,8 @@ from gradmesh.types import Type
 def sample(kind: Type, shape: Sequence[int], dtype: torch.dtype, axis: Axis, *, seed: int = 0) -> Tensor:
     """A random operand of a type: the same on every rank for R and I, a different one on each for V and P.
 
+    It is on torch's default device; its values are the same on every device.
+
     Args:
         kind: the type of the value.
         shape: this rank's shape.
@@ -33,7 +35,8 @@ def sample(kind: Type, shape: Sequence[int], dtype: torch.dtype, axis: Axis, *, 
     """
     alike = kind in (Type.R, Type.I)
     generator = torch.Generator().manual_seed(1000 * seed + (0 if alike else 1 + axis.rank))
-    return torch.randn(tuple(shape), dtype=dtype, generator=generator)
+    x = torch.randn(tuple(shape), dtype=dtype, generator=generator, device="cpu")
+    return x.to(torch.get_default_device())
 
 
 def as_real(x: Tensor) -> Tensor:

@@ -1,0 +1,77 @@
+"""A simulated accelerator for tests, on which errors of streams and lifetimes show without a GPU.
+
+It is torch's PrivateUse1 device under the name "simulated":
+
+* Kernels run late, on the thread of a stream, after a delay. Streams, events and `record_stream` are torch's own
+  (`torch.Stream`, `torch.Event`, `torch.accelerator`), and autograd runs backward on a thread of the device.
+* Freed memory is the next that is handed out on its stream, and is filled with NaN, in the order of that stream.
+* Collectives run on a stream of their group; `work.wait()` makes a stream wait, not the host (`group.py`).
+* What makes the host wait is counted, by line of gradmesh: reading a value, sizes that depend on values, and copies
+  between host and device, except with `non_blocking=True` to the device.
+
+It does not simulate the speed of kernels, several devices, memory limits, graphs, or pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import gradmesh as gm
+from tests.simulated_device.build import why_not
+from tests.simulated_device.device import NAME, core, counted, delayed, install, is_simulated, waits
+from tests.simulated_device.group import ALONE, BACKEND, SimulatedGroup, register
+
+__all__ = [
+    "ALONE",
+    "BACKEND",
+    "NAME",
+    "POOL",
+    "SimulatedGroup",
+    "core",
+    "counted",
+    "delayed",
+    "install",
+    "is_simulated",
+    "on_device",
+    "waits",
+    "why_not",
+]
+
+POOL = "cpu:gloo"
+"""The backend of the ranks that run `on_device`: Gloo, in processes that no other test uses."""
+
+_meshes: dict[str, DeviceMesh] = {}
+
+
+def mesh(backend: str = BACKEND) -> DeviceMesh:
+    """A mesh of all ranks whose group has a backend of the device; made at the first call."""
+    if backend not in _meshes:
+        register()
+        group = dist.new_group(backend=backend)
+        _meshes[backend] = DeviceMesh.from_group(group, NAME, mesh_dim_names=("world",))
+    return _meshes[backend]
+
+
+def on_device(
+    fn: Callable[..., Any], *args: Any, delay: float = 0.0, backend: str = BACKEND, default: bool = True
+) -> Any:
+    """Run a function on a rank with the device as the default device and its group as the current mesh.
+
+    Args:
+        fn: the function, which every rank runs.
+        args: its arguments.
+        delay: seconds before each kernel.
+        backend: the backend of the group.
+        default: whether new tensors are on the device.
+    """
+    install()
+    with gm.use_mesh(mesh(backend)), delayed(delay), torch.device(NAME if default else "cpu"):
+        try:
+            return fn(*args)
+        finally:
+            core().settle()
