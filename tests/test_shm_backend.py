@@ -909,7 +909,7 @@ def test_two_threads_of_a_rank_may_each_use_a_group(ranks: Run) -> None:
 def test_more_ranks_than_cores_get_on() -> None:
     def work() -> tuple[list[float], float]:
         begin, values = time.monotonic(), []
-        for turn in range(200):
+        for turn in range(60):
             x = torch.tensor([float(turn + dist.get_rank())])
             dist.all_reduce(x)
             values.append(x.item())
@@ -917,8 +917,8 @@ def test_more_ranks_than_cores_get_on() -> None:
         return values, time.monotonic() - begin
 
     for values, seconds in gm.launch(work, 8, backend="shm", timeout=120):
-        assert values == [8.0 * turn + 28 for turn in range(200)]
-        assert seconds < 60
+        assert values == [8.0 * turn + 28 for turn in range(60)]
+        assert seconds < 30
 
 
 # ---- values
@@ -978,7 +978,7 @@ def test_sums_have_the_bits_of_the_threads_backend_on_all_ranks(
 
 
 def test_the_soak_finds_no_value_that_differs_from_gloos_and_no_growth() -> None:
-    for summary in soak_ranks(8, ranks=W, seed=5):
+    for summary in soak_ranks(4, ranks=W, seed=5):
         assert summary.calls > 20
         assert len(summary.kinds) > 5
         assert summary.memory[1] - summary.memory[0] < 24 * MIB
