@@ -34,9 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for script in (s for s in SCRIPTS.values() if any(part in s.name for part in args.only)):
         start = time.perf_counter()
-        seen = shown(script)
+        try:
+            seen = shown(script)
+            said = seen or "NOT SHOWN"
+        except RuntimeError as error:
+            seen, said = None, f"NOT SHOWN: {str(error).strip().splitlines()[-1][:100]}"
         failed += seen is None
-        said = seen or "NOT SHOWN"
         if args.factors and script.expected not in ("GM401", "GM402", "GM501"):
             said += "; " + factors(script)
         seconds = time.perf_counter() - start

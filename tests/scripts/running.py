@@ -99,15 +99,14 @@ def names() -> dict[int, str]:
 
 
 class LateSum:
-    """An asynchronous sum that changes its operand in `wait()` and at no other time."""
+    """An asynchronous sum that reads its operand as it starts, and writes it in `wait()`."""
 
-    def __init__(self, start: Callable[[], None]) -> None:
-        self.start = start
+    def __init__(self, x: Tensor, total: Tensor) -> None:
+        self.x, self.total = x, total
 
     def wait(self, timeout: Any = None) -> bool:
-        """Sum, once."""
-        start, self.start = self.start, lambda: None
-        start()
+        """Write the sum."""
+        self.x.detach().copy_(self.total)
         return True
 
 
@@ -188,13 +187,12 @@ class Watch:
         backward, grad, start = torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.__init__
         init, all_reduce = dist.init_process_group, dist.all_reduce
 
-        def seen_all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        def seen_all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
             if self.sums == "as they come" or not async_op:
-                return all_reduce(*args, async_op=async_op, **kwargs)
-            work = LateSum(lambda: all_reduce(*args, **kwargs))
-            if self.sums == "at once":
-                work.wait()
-            return work
+                return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+            total = tensor.detach().clone() if self.sums == "late" else tensor
+            all_reduce(total, *args, **kwargs)
+            return LateSum(tensor, total)
 
         def noted(root: Any) -> None:
             for x in root if isinstance(root, (tuple, list)) else (root,):
@@ -305,7 +303,7 @@ def _on_ranks(work: Callable[..., Any], script: Script, limit: float) -> tuple[l
     start = time.perf_counter()
     for rank in range(script.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(work, script, rank, port, theirs), daemon=True)
+        process = context.Process(target=_rank, args=(work, script, rank, port, theirs))
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -328,7 +326,7 @@ def _on_ranks(work: Callable[..., Any], script: Script, limit: float) -> tuple[l
 
 
 def play(script: Script, limit: float = 60.0, sums: Sums = "as they come") -> Played:
-    """Run a script once on all its ranks; its asynchronous sums end when they do, at once or as late as they can."""
+    """Run a script once on all its ranks; its asynchronous sums end when they do, at once, or in `wait()`."""
     work = functools.partial(_played, sums=sums)
     results, seconds, hung = _on_ranks(work, script, script.timeout or limit)
     ranks = [Seen(error="no answer") if seen is None else seen for seen in results]
