@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensorMode
 
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, HeteroPlan, by_graph, by_metis, by_space
-from gradmesh.nn.inputs import device_of_root, exchange_device
+from gradmesh.nn.inputs import device_of_root
+from gradmesh.transport.run import exchange_device
 from tests.conftest import Run
 
 Ranks = Callable[[int], Run]

@@ -203,6 +203,8 @@ def _overridden(op: Any, *args: Any) -> Any:
 
 
 def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    if not target.numel():
+        return target
     if not is_simulated(target):
         core().synchronize_here("copy to host")
         return target.copy_(_lazily(source))

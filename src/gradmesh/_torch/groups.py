@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from gradmesh._torch.names import Attribute, find, required
 
@@ -63,16 +64,16 @@ _BACKEND = Attribute("torch.distributed.ProcessGroup._get_backend", "async_op=Tr
 _TIMEOUT = Attribute("torch.distributed.ProcessGroup.Options._timeout", "async_op=True")
 
 
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """The timeout of a group; None if unknown, which means torch's default."""
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """The timeout of a group; torch's default if unknown."""
     own = getattr(group, "timeout", None)
     if isinstance(own, int | float):
         return datetime.timedelta(seconds=own)
     try:
         timeout = _TIMEOUT.of(_BACKEND.of(group)(torch.device("cpu")).options, None)
     except RuntimeError:
-        return None
-    return timeout if isinstance(timeout, datetime.timedelta) else None
+        return default_pg_timeout
+    return timeout if isinstance(timeout, datetime.timedelta) else default_pg_timeout
 
 
 _handlers: dict[str, Callable[..., Iterator[tuple[Any, int, int]]]] | None = find(

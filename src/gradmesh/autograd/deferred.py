@@ -85,8 +85,9 @@ def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
     axis, mine = deferred[0].op.axis, [each.grad is not None for each in deferred]
     operand_desc = "; ".join(each.op.describe(each.leaf) for each in deferred)
     count = AllReduceInvariant(axis, operand_desc=f"reductions deferred by no_sync(): {operand_desc}")
-    counts = run.apply(count, torch.tensor(mine, dtype=torch.int32, device=deferred[0].leaf.device))
-    # A rank with all gradients avoids a device synchronisation.
+    device = deferred[0].leaf.device if deferred[0].leaf.is_cpu else run.exchange_device(axis)
+    counts = run.apply(count, torch.tensor(mine, dtype=torch.int32, device=device))
+    # Without a CPU backend, a rank with all gradients avoids a device synchronisation.
     return mine if all(mine) else [n > 0 for n in counts.tolist()]
 
 

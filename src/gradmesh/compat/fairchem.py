@@ -59,11 +59,11 @@ from gradmesh.compat.ksuit import separate
 from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.nn.graph import GraphPlan, Rows, by_count, by_space
 from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner, failing
-from gradmesh.nn.inputs import exchange_device
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes, balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import rank_state
+from gradmesh.transport.run import exchange_device
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce

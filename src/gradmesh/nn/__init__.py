@@ -10,6 +10,10 @@
 * `gm.nn.clip_grad_norm_`: clipping by the gradient norm of the dense model; `mark_sharded` for custom shards.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: normalization by statistics of all ranks.
 * `gm.nn.fields`: domain decomposition of grids; `HaloConv1d` and other halo layers, `SpectralConv`.
+
+On a device, a layer or loss never makes the host wait for the device, forward or backward, except where its docstring
+says so: `ExpertDispatch` and `ExpertParallel` once, norms with `norm_type=0`, and the construction of a graph plan.
+Sizes that are exchanged travel on the CPU, if the process group has a backend for it.
 """
 
 from gradmesh.nn import fields, graph, sequence, tensor

@@ -40,7 +40,7 @@ from gradmesh._torch import (
 from gradmesh.autograd.pending import AsyncCollective, started
 from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token
 from gradmesh.errors import DTypeError, ShapeError
-from gradmesh.nn.inputs import check_own_size
+from gradmesh.nn.inputs import check_own_size, constants
 from gradmesh.nn.ring import Send, travel
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
 from gradmesh.ops.all_to_all import AllToAll
@@ -1053,7 +1053,7 @@ def ulysses_attention(
     if given.axis.size == 1:
         return _local(given, heads, q, k, v, attention, scale)
     if (sent := heads.sent) is not None:
-        k, v = k.index_select(1, sent.to(k.device)), v.index_select(1, sent.to(v.device))
+        k, v = (x.index_select(1, sent.to(x.device, non_blocking=True)) for x in (k, v))
     rows, keys = Sizes(given.rows), Sizes(given.keys)
     to_heads = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, operand_desc=given.signature)
     features = k.shape[3], v.shape[3]
@@ -1114,7 +1114,7 @@ def _local(
         with exact(q.device) if attention is None else nullcontext():
             return (q @ k.mT) @ v
     if heads.used is not None:
-        used = heads.used.to(k.device)
+        used = heads.used.to(k.device, non_blocking=True)
         k, v = k.index_select(1, used), v.index_select(1, used)
     if attention is None:
         rows, keys = (q.shape[2],), (k.shape[2],)
@@ -1131,5 +1131,5 @@ def _sorted(x: Tensor, given: AttentionInputs, sizes: tuple[int, ...], *, back: 
     """Restore the sequence's original order, or with `back` that of the ranks' shards."""
     if given.order == "plain" or sizes != given.keys:
         return x
-    order = torch.tensor(positions_of(given.order, sizes), dtype=torch.int64, device=x.device)
+    order = constants(positions_of(given.order, sizes), x.device, torch.int64)
     return x.index_select(2, order if back else order.argsort())

@@ -176,6 +176,8 @@ def clip_grad_norm_(
 
     Call it on all ranks of `axis`, after the last backward and before the optimizer's step. It sends one message of
     four numbers, independent of the number of parameters and axes (for norm_type=0, two numbers per parameter).
+    On a device the host does not wait for it, except with norm_type=0 (once per parameter and twice for all) and with
+    error_if_nonfinite (once).
 
     Args:
         parameters: the parameters, or the module. Pass a `FullyShardedDataParallel` as the module, not its parameters.

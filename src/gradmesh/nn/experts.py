@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NoReturn
 
 import torch
@@ -37,6 +38,8 @@ class ExpertDispatch:
         axis: the ranks.
         capacity_factor: limits each expert to `ceil(capacity_factor * choices / experts)` rows, where `choices` counts
             the (token, expert) pairs of all ranks; pairs over the limit are dropped. None drops nothing.
+
+    On a device the host waits for it once, in the constructor, for the numbers of rows.
 
     Which pairs are dropped does not depend on how the tokens are distributed over the ranks: an expert accepts all
     tokens' first choices before any second choice, and among equal choices the tokens in the order of the ranks and
@@ -88,23 +91,27 @@ class ExpertDispatch:
         _check_chosen(call, chosen, sum(sizes))
         self.axis, self.sizes = here, sizes
         self.tokens, self.chosen = chosen.shape
-        flat = chosen.reshape(-1)
+        total, local = sum(sizes), sizes[here.rank]
+        flat = chosen.reshape(-1).long()
         self.kept = torch.ones_like(chosen, dtype=torch.bool)
         if capacity_factor is not None:
-            self.kept = _within_capacity(chosen, sum(sizes), capacity_factor, here)
-        order = flat.argsort(stable=True)
-        self._order = order[self.kept.reshape(-1)[order]]
-        """The (token, expert) pairs that are kept, expert by expert."""
-        wanted = torch.bincount(flat[self._order], minlength=sum(sizes))
-        local = sizes[here.rank]
+            self.kept = _within_capacity(chosen, total, capacity_factor, here)
+            flat = torch.where(self.kept.reshape(-1), flat, total)  # dropped pairs come last
+        wanted = _counted(flat, total + 1)[:total]
         came = all_to_all(wanted, here, split_sizes=sizes, concat_sizes=(local,) * here.size)
-        self._sent: list[int] = [int(part.sum()) for part in wanted.split(sizes)]
-        by_rank = came.view(here.size, local)
-        self._received: list[int] = by_rank.sum(1).tolist()
-        self.counts: list[int] = by_rank.sum(0).tolist()
+        # The only time that the host waits for a device.
+        every: list[int] = torch.cat((wanted, came)).tolist()
+        by_rank = [every[start : start + local] for start in range(total, len(every), local or 1)] or [[]]
+        ends = list(accumulate(sizes, initial=0))
+        self._sent: list[int] = [sum(every[start:end]) for start, end in pairwise(ends)]
+        self._received: list[int] = [sum(rows) for rows in by_rank] if local else [0] * here.size
+        self.counts: list[int] = [sum(of_expert) for of_expert in zip(*by_rank, strict=True)]
+        self._order = flat.argsort(stable=True)[: sum(self._sent)]
+        """The (token, expert) pairs that are kept, expert by expert."""
         # Rows arrive ordered by rank and expert; sort them by expert.
         expert = torch.arange(local, device=chosen.device).repeat(here.size)
-        self._by_expert = expert.repeat_interleave(came).argsort(stable=True)
+        rows = expert.repeat_interleave(came, output_size=sum(self._received))
+        self._by_expert = rows.argsort(stable=True)
 
     def send(self, x: Tensor) -> Tensor:
         """Send tokens to their experts; returns this rank's experts' rows, ordered by expert, `counts` of each.
@@ -171,6 +178,13 @@ def _distributed(call: Call, experts: int | Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
+def _counted(numbers: Tensor, length: int) -> Tensor:
+    """`torch.bincount`, for which the host does not wait for the device."""
+    return torch.zeros(length, dtype=torch.int64, device=numbers.device).index_add_(
+        0, numbers, torch.ones_like(numbers)
+    )
+
+
 def _placed(rows: Tensor, at: Tensor, length: int) -> Tensor:
     """A tensor of `length` rows with each row at its index, and zeros elsewhere."""
     return rows.new_zeros(length, *rows.shape[1:]).index_copy(0, at, rows)
@@ -192,8 +206,8 @@ def _within_capacity(chosen: Tensor, experts: int, factor: float, axis: Axis) ->
     k = chosen.shape[1]
     # Groups of pairs of the same choice and expert, in order of choice: a pair's position at its expert is the number
     # of that expert's pairs in earlier groups, on earlier ranks and at earlier tokens.
-    group = (chosen + experts * torch.arange(k, device=chosen.device)).reshape(-1)
-    count = torch.bincount(group, minlength=k * experts)
+    group = (chosen.long() + experts * torch.arange(k, device=chosen.device)).reshape(-1)
+    count = _counted(group, k * experts)
     every = all_gather(count.unsqueeze(0), axis)
     total = every.sum(0).view(k, experts)
     before = (total.cumsum(0) - total).view(-1) + every[: axis.rank].sum(0)
@@ -201,7 +215,8 @@ def _within_capacity(chosen: Tensor, experts: int, factor: float, axis: Axis) ->
     here = torch.arange(len(group), device=chosen.device) - (count.cumsum(0) - count)[group[order]]
     position = torch.empty_like(order)
     position[order] = before[group[order]] + here
-    return (position < math.ceil(factor * int(total.sum()) / experts)).view_as(chosen)
+    most = (total.sum().to(torch.float64) * factor / experts).ceil()  # as `math.ceil`, on the device
+    return (position < most).view_as(chosen)
 
 
 class ExpertParallel(Parallel):
@@ -216,6 +231,8 @@ class ExpertParallel(Parallel):
     The leading dims of the scores are token dims: a router that maps x (B, S, d) to (B, S, experts) routes B * S
     tokens. Experts get and return rows (m, d), m >= 0, of the same shape. Ranks without tokens or without experts take
     part in both exchanges, forward and backward.
+
+    On a device the host waits for it once in each forward, as in `ExpertDispatch`, and never in backward.
 
     The router is replicated, and each rank routes its own tokens: sum its gradients over the axis
     (`gm.nn.Replicated(router)`). A data parallel wrapper over this axis must exclude the experts' parameters.
@@ -361,8 +378,8 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
     experts = scores.shape[-1]
     _check_chosen(call, chosen, experts)
     scores = upcast(scores).flatten(0, -2)
-    fallen = torch.bincount(chosen.reshape(-1), minlength=experts).to(scores.dtype)
-    counts = torch.cat((fallen, scores.new_tensor([len(scores)])))
+    fallen = _counted(chosen.reshape(-1).long(), experts).to(scores.dtype)
+    counts = torch.cat((fallen, scores.new_full((1,), len(scores))))
     counts = all_reduce(counts, call.axis, dst=I)
     # clamp: there may be no tokens on any rank.
     means = all_reduce(scores.softmax(-1).sum(0), call.axis, dst=I) / counts[-1].clamp(min=1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import is_fake, transforms_active
 from gradmesh.errors import MismatchError, ShapeError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import compiling
+from gradmesh.transport.run import accelerator, exchange_device
 from gradmesh.verbs.call import Call
 from gradmesh.verbs.collectives import all_gather
 
@@ -19,6 +19,13 @@ from gradmesh.verbs.collectives import all_gather
 def readable(x: Tensor) -> bool:
     """True if reading a value neither synchronizes with a device nor breaks a trace."""
     return x.device.type == "cpu" and not compiling() and not is_fake(x) and not transforms_active()
+
+
+def constants(
+    values: Sequence[float] | Sequence[bool], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A list of numbers as a tensor on a device, for which the host does not wait for the device."""
+    return torch.tensor(list(values), dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -84,23 +91,10 @@ def checksum(numbers: Tensor) -> int:
     return int((mixed ^ (mixed >> 31)).sum())
 
 
-def exchange_device(axis: Axis) -> torch.device:
-    """A device that every rank can send from: the CPU if the group supports it, else the accelerator."""
-    if axis.size == 1 or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    carried = dist.get_backend_config(axis.group).split(",")
-    return torch.device("cpu") if any(each.startswith("cpu:") for each in carried) else _accelerator()
-
-
 def device_of_root(axis: Axis, root: int, given: Tensor | None) -> torch.device:
     """This rank's device of the kind that the root's tensors are on; `given` is one of them, on the root."""
     device = exchange_device(axis)
     if device.type != "cpu" or not torch.accelerator.is_available():
         return device
     on_accelerator = all_gather(torch.tensor([given is not None and not given.is_cpu]), axis)
-    return _accelerator() if on_accelerator[root] else device
-
-
-def _accelerator() -> torch.device:
-    kind = torch.accelerator.current_accelerator()
-    return torch.device(kind.type if kind else "cpu", torch.accelerator.current_device_index())
+    return accelerator() if on_accelerator[root] else device

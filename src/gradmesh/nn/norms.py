@@ -230,7 +230,7 @@ def _statistics(x: Tensor, dims: list[int], here: Axis) -> tuple[Tensor, Tensor,
     mean = x.sum(dims, keepdim=True) / max(count, 1)
     squares = ((x - mean) ** 2).sum(dims)
     mean = mean.view_as(squares)
-    local = torch.cat((mean.reshape(-1), squares.reshape(-1), mean.new_tensor([count])))
+    local = torch.cat((mean.reshape(-1), squares.reshape(-1), mean.new_full((1,), count)))
     means, others, counts = all_gather(local.unsqueeze(0), here).split((mean.numel(), mean.numel(), 1), dim=1)
     total = counts.sum()
     whole = (counts * means).sum(0) / total

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.nn.inputs import constants
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import Convention, I, R
@@ -213,7 +214,7 @@ def unshard(
 
 
 def _order(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(positions_of("zigzag", sizes), dtype=torch.int64, device=device)
+    return constants(positions_of("zigzag", sizes), device, torch.int64)
 
 
 def _known(order: object, verb: str, axis: str) -> Order:

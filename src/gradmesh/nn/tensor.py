@@ -19,13 +19,13 @@ from gradmesh._torch import is_fake, transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, DTypeError, MismatchError, ShapeError, message
 from gradmesh.nn.clipping import Sharding, remember
-from gradmesh.nn.inputs import exchange_device, readable, upcast
+from gradmesh.nn.inputs import readable, upcast
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import checksum
-from gradmesh.transport.run import withdraw
+from gradmesh.transport.run import exchange_device, withdraw
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter, replicate, shard

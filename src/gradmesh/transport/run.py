@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import get_ident
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import is_fake, profiler_on
@@ -30,7 +31,7 @@ from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_a
 from gradmesh.transport.packing import laid_out_as
 from gradmesh.types import I, R, Type
 
-__all__ = ["abort", "apply", "fake_result", "on_cpu", "sent", "withdraw"]
+__all__ = ["abort", "apply", "exchange_device", "fake_result", "on_cpu", "sent", "withdraw"]
 
 
 def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
@@ -193,6 +194,23 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
     elif check_level() and verb not in _SILENT:
         words = f"{verb}, refused"
         after_pending(axis, lambda: transport(axis, call_check(verb, str(axis), words)).withdraw(error))
+
+
+def exchange_device(axis: Axis) -> torch.device:
+    """Where numbers of the host are exchanged: the CPU if the group supports it, else the accelerator.
+
+    On the CPU nothing has to wait for a device, and the ranks compare the call.
+    """
+    if axis.size == 1 or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    carried = dist.get_backend_config(axis.group).split(",")
+    return torch.device("cpu") if any(each.startswith("cpu:") for each in carried) else accelerator()
+
+
+def accelerator() -> torch.device:
+    """The current device of this process."""
+    kind = torch.accelerator.current_accelerator()
+    return torch.device(kind.type if kind else "cpu", torch.accelerator.current_device_index())
 
 
 def on_cpu(x: object, axis: Axis) -> bool:

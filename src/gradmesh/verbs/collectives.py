@@ -19,6 +19,9 @@ operand that is whole on every rank, equal slices); "auto": exchanged by one sma
 of `shard`, where the first ranks get one more. For shards, "balanced" exchanges the sizes as "auto" does, and every
 rank raises `ShapeError` if they are not that split.
 
+On a device, no verb makes the host wait for the device, forward or backward. Sizes and shapes that are exchanged travel
+on the CPU if the process group has a backend for it; otherwise the host waits once in each exchange.
+
 `all_gather`, `all_reduce`, `broadcast`, `permute`, `replicate` and `shift` also take a (nested) tuple, list or dict of
 tensors, and return the same structure. The tensors of a dtype are sent as one message, unless `sizes` are passed. Every
 rank passes the same structure; an error names the tensor that it is about.

@@ -6,6 +6,7 @@ Each is composed of linear ops and torch functions, which provide every order of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -83,9 +84,15 @@ def _prod(call: Call, dst: Type) -> Any:
     refuse_unless_added(call.x.dtype, call.fail)
     gather = AllGather if dst is R else AllGatherInvariant
     dtype = call.x.dtype
-    return call.run(
-        call.op(gather, 0, EQUAL), call.x.unsqueeze(0), lambda factors: factors.prod(0, dtype=dtype)
-    )
+    return call.run(call.op(gather, 0, EQUAL), call.x.unsqueeze(0), lambda factors: _product(factors, dtype))
+
+
+def _product(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product along the first dimension."""
+    if factors.is_cpu or not factors.requires_grad:
+        return factors.prod(0, dtype=dtype)
+    # The backward of torch.prod makes the host look for zeros.
+    return reduce(torch.mul, factors.unbind(0))
 
 
 def _logsumexp(call: Call, dst: Type) -> Any:

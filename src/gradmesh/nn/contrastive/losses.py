@@ -153,7 +153,7 @@ def siglip_loss(
     factor, offset = given.numbers["scale"], given.numbers["bias"]
     table = given.layout(comm_dtype, backward_dtype)
     a = upcast(left) * factor
-    offset = torch.as_tensor(offset, dtype=a.dtype, device=a.device)
+    offset = offset.to(a) if isinstance(offset, Tensor) else a.new_full((), offset)
     # softplus(-s) == softplus(s) - s
     (total,) = table.total(Sigmoid(), (a, table.spread(right), offset))
     return given.mean(total - ((a * upcast(right)).sum(1) + offset).sum())

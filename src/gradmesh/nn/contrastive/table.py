@@ -12,6 +12,7 @@ computation that it overlaps with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -25,11 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from gradmesh._torch import transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
-from gradmesh.nn.inputs import check_own_size, upcast
+from gradmesh.nn.inputs import check_own_size, constants, upcast
 from gradmesh.nn.ring import travel
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose, rank_state
 from gradmesh.transport import compiling
+from gradmesh.transport.run import exchange_device
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter, shift
@@ -567,11 +569,10 @@ class RingPass:
         sizes: tuple[int, ...],
         comm_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
-        device: torch.device,
     ) -> RingPass:
         """The pass of a new loss; its number is one more than the largest of any rank."""
         counter = rank_state().get_or_create(_LossCounter)
-        numbers = all_gather(torch.tensor([counter.number], device=device), axis)
+        numbers = all_gather(constants([counter.number], exchange_device(axis)), axis)
         counter.number = max(numbers.tolist()) + 1
         return cls(axis, sizes, comm_dtype, backward_dtype, counter.number)
 
@@ -936,10 +937,14 @@ class LossInputs:
         )
         signature = f"{self._call.verb} of {first.dtype} with {list(first.shape[1:])} features, {extra}"
         # Counts and numbers travel in one message; float64 represents both exactly.
-        dtype = torch.float32 if first.device.type == "mps" else torch.float64
+        device = first.device if first.is_cpu else exchange_device(self.axis)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
         numbers = {} if transforms_active() else self.numbers
-        local = [torch.as_tensor(x, dtype=dtype, device=first.device) for x in (self.rows, *numbers.values())]
-        found = all_gather(Packed(torch.stack(local).detach()[None], signature), self.axis)  # type: ignore[call-overload]
+        # The host would have to wait for a number on a device; NaN is not compared.
+        known = [math.nan if isinstance(x, Tensor) and not x.is_cpu else x for x in numbers.values()]
+        local = [torch.as_tensor(x, dtype=dtype, device="cpu") for x in (self.rows, *known)]
+        row = torch.stack(local).detach()[None].to(device, non_blocking=True)
+        found = all_gather(Packed(row, signature), self.axis)  # type: ignore[call-overload]
         rows = found.tolist()
         for column, name in enumerate(numbers, 1):
             self._same(name, [row[column] for row in rows])
@@ -947,7 +952,8 @@ class LossInputs:
 
     def _same(self, name: str, of_ranks: list[float]) -> None:
         """Raise if a number differs between ranks by more than rounding and a few training steps explain."""
-        low, high = min(of_ranks), max(of_ranks)
+        known = [value for value in of_ranks if not math.isnan(value)] or [0.0]
+        low, high = min(known), max(known)
         if high - low > 0.01 * max(abs(low), abs(high), 1e-6):
             raise MismatchError(
                 message(
@@ -988,7 +994,7 @@ class LossInputs:
                 tile = max(tile, sum(each))
         if self._gather == "all" or compiling():
             return Gathered(self.axis, sizes, tile, comm_dtype, backward_dtype)
-        ring = RingPass.create(self.axis, each, comm_dtype, backward_dtype, self._call.x.device)
+        ring = RingPass.create(self.axis, each, comm_dtype, backward_dtype)
         return Passed(self.axis, each, tile, ring)
 
     def _number(self, name: str, value: Number) -> Number:

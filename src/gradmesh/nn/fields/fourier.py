@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 from gradmesh.nn.fields.halo import AxesLike, Cut, DimsLike, Rows, cut_of, cuts_of
-from gradmesh.nn.inputs import upcast
+from gradmesh.nn.inputs import constants, upcast
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.types import I, R
@@ -451,7 +451,7 @@ class SpectralConv(nn.Module):
         if cut.dim == last:
             # rfft omits conjugate modes: all modes but the first and the middle one count twice.
             twice = [1 + (k > 0 and 2 * k != cut.total) for k in range(kept[-1])]
-            back = back * back.real.new_tensor(twice).unsqueeze(1)
+            back = back * constants(twice, back.device, back.real.dtype).unsqueeze(1)
         y = torch.tensordot(y, back, dims=([cut.dim], [0])).movedim(-1, cut.dim)
         y = y.real if cut.dim == last else transformed("irfft", y, last, rows[-1])
         return y.to(x.dtype) if x.is_floating_point() else y

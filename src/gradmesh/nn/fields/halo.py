@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from gradmesh._torch import outside_modes
 from gradmesh.errors import DTypeError
-from gradmesh.nn.inputs import check_own_size
+from gradmesh.nn.inputs import check_own_size, constants
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import halo_exchange, replicate
@@ -268,7 +268,7 @@ def _continued(x: Tensor, cut: Cut, needs: Sequence[tuple[int, int]], mode: str)
     (begin, end), first = needs[cut.axis.rank], from_rows[cut.axis.rank][0]
 
     def copies(begin: int, end: int) -> Tensor:
-        places = torch.tensor([inside(place) - first for place in range(begin, end)], device=x.device)
+        places = constants([inside(place) - first for place in range(begin, end)], x.device)
         return x.index_select(cut.dim, places.long())
 
     if begin >= 0 and end <= cut.total:
@@ -737,7 +737,7 @@ def avg_pool(
             _taken(tap, j, whole[dim - 2], count_include_pad) for j in range(first, first + counts[dim - 2])
         ]
         if any(rows != tap.kernel for rows in taken):
-            weights = y.new_tensor([tap.kernel / rows for rows in taken])
+            weights = constants([tap.kernel / rows for rows in taken], y.device, y.dtype)
             y = y * weights.view([-1 if d == dim else 1 for d in range(y.dim())])
     return y
 
@@ -948,13 +948,13 @@ def _along(x: Tensor, dim: int, grid: _Grid, cut: Cut | None) -> Tensor:
         if first == last:
             return empty_output(x, (*x.shape[:dim], 0, *x.shape[dim + 1 :]))
     places = grid.places()[first:last]
-    lower = x.index_select(dim, torch.tensor([int(place) - begin for place in places], device=x.device))
+    lower = x.index_select(dim, constants([int(place) - begin for place in places], x.device))
     if grid.mode != "linear":
         return lower
     upper = [min(int(place) + 1, grid.rows - 1) - begin for place in places]
-    between = x.new_tensor([place - int(place) for place in places])
+    between = constants([place - int(place) for place in places], x.device, x.dtype)
     between = between.view([-1 if d == dim else 1 for d in range(x.dim())])
-    return torch.lerp(lower, x.index_select(dim, torch.tensor(upper, device=x.device)), between)
+    return torch.lerp(lower, x.index_select(dim, constants(upper, x.device)), between)
 
 
 def _grids(

@@ -554,7 +554,7 @@ def bce_with_logits(
         return own.to(logits.dtype)
     total = all_reduce(own, call.axis, dst=dst)
     if reduction == "mean":
-        total = total / all_reduce(total.new_tensor(float(logits.numel())).detach(), call.axis, dst=I)
+        total = total / all_reduce(torch.full_like(total, logits.numel()).detach(), call.axis, dst=I)
     return total.to(logits.dtype) if logits.dtype in HALVES else total
 
 

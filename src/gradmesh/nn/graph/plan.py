@@ -21,11 +21,12 @@ from torch import Tensor
 from gradmesh._torch import is_fake, modes_active
 from gradmesh.autograd.pending import Pending
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
-from gradmesh.nn.inputs import agree, checksum, device_of_root, exchange_device, fingerprint
+from gradmesh.nn.inputs import agree, checksum, device_of_root, fingerprint
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.transport import compiling
+from gradmesh.transport.run import exchange_device
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, integer, kind_of
 from gradmesh.verbs.collectives import all_gather, all_reduce, exchange, shard
@@ -913,6 +914,9 @@ class GraphPlan(Rows):
     * on one rank: `GraphPlan(edges, owner, root=0)` there, `GraphPlan(root=0)` on the others;
     * in parts: `GraphPlan(edges, own=own)`, with the indices of the rank's nodes and the edges that end at them. If
       every rank has `owner` too, `GraphPlan(edges, owner, own=own)` saves the exchange of the owners.
+
+    On a device the host waits for it in the constructor, for checks and numbers of rows, some tens of times. Using the
+    plan does not make it wait.
 
     Args:
         edges: sources and targets, shape (2, edges), in global node indices.
