@@ -941,8 +941,12 @@ class LossInputs:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         numbers = {} if transforms_active() else self.numbers
         # The host would have to wait for a number on a device; NaN is not compared.
-        known = [math.nan if isinstance(x, Tensor) and not x.is_cpu else x for x in numbers.values()]
-        local = [torch.as_tensor(x, dtype=dtype, device="cpu") for x in (self.rows, *known)]
+        local = [
+            torch.as_tensor(
+                math.nan if isinstance(x, Tensor) and not x.is_cpu else x, dtype=dtype, device="cpu"
+            )
+            for x in (self.rows, *numbers.values())
+        ]
         row = torch.stack(local).detach()[None].to(device, non_blocking=True)
         found = all_gather(Packed(row, signature), self.axis)  # type: ignore[call-overload]
         rows = found.tolist()
@@ -952,8 +956,7 @@ class LossInputs:
 
     def _same(self, name: str, of_ranks: list[float]) -> None:
         """Raise if a number differs between ranks by more than rounding and a few training steps explain."""
-        known = [value for value in of_ranks if not math.isnan(value)] or [0.0]
-        low, high = min(known), max(known)
+        low, high = min(of_ranks), max(of_ranks)
         if high - low > 0.01 * max(abs(low), abs(high), 1e-6):
             raise MismatchError(
                 message(
