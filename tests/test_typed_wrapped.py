@@ -41,7 +41,7 @@ def test_results_of_functional_collectives_have_a_type(worlds: Worlds) -> None:
         assert found == (["R", "R", "V", "R"], "AsyncCollectiveTensor", [], [])
 
 
-REFUSED = "gradmesh.assert_type: a tensor is said to be R, and differs from rank to rank"
+REFUSED = "gradmesh.assert_type: a tensor declared as R differs between ranks"
 
 
 def dtensors() -> object:

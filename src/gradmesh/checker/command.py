@@ -117,7 +117,9 @@ def _target(arguments: Sequence[str], module: str | None) -> Target:
     if not arguments:
         raise ArgumentError(
             message(
-                "there is nothing to check", op="check", remedy="gradmesh check SCRIPT, or -m MODULE; --help"
+                "no script given",
+                op="check",
+                remedy="run gradmesh check SCRIPT, or gradmesh check -m MODULE; see --help",
             )
         )
     script = arguments[0]

@@ -103,16 +103,16 @@ def check_script(
         see: is shown each step that is judged.
 
     Raises:
-        ArgumentError: there is no such script.
+        ArgumentError: the script does not exist.
     """
     if not target.module and not Path(target.path_or_module).is_file():
         raise ArgumentError(
             message(
-                "there is no such script",
+                "the script does not exist",
                 op="check",
                 expected="a Python file, or -m and a module",
                 got=target.path_or_module,
-                remedy="give its path",
+                remedy="pass the path of a Python file",
             )
         )
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)

@@ -333,11 +333,11 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
     if current() is not None:
         raise ArgumentError(
             message(
-                "there is a block already",
+                "typed() blocks cannot be nested",
                 op="typed",
-                expected="one block at a time on each rank",
+                expected="one typed() block at a time on each rank",
                 got="a block inside another one",
-                remedy="leave the inner one out; the outer one follows what is in it",
+                remedy="remove the inner block; the outer one also tracks the tensors inside it",
             )
         )
     tracker = Tracker([one for one in _axes(axis) if one.size > 1], strict=strict)
@@ -424,7 +424,7 @@ def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None
     if len(set(numbers)) > 1:
         raise TypeMismatchError(
             message(
-                f"a tensor is said to be {kind}, and differs from rank to rank",
+                f"a tensor declared as {kind} differs between ranks",
                 op="assert_type",
                 axis=str(axis),
                 expected="the same bits on every rank",

@@ -568,7 +568,7 @@ class Agreement:
         if len({head[0] for head in heads}) > 1:
             raise MismatchError(
                 message(
-                    "the ranks meet at different places",
+                    "the ranks are at different calls",
                     op="typed",
                     axis=str(axis),
                     expected="the same collective, or the end of the block, on every rank",
