@@ -137,6 +137,25 @@ _verb("all_gather of a structure", lambda x: torch.cat([y.reshape(-1) for y in g
 _verb("all_reduce of a structure", lambda x: torch.cat(gm.all_reduce([x, x * 2], dst=gm.R)))
 _verb("async all_gather", lambda x: gm.all_gather(x, async_op=True).wait())
 _verb("async all_reduce", lambda x: gm.all_reduce(x, dst=gm.R, async_op=True).wait())
+_verb('async all_reduce, "max"', lambda x: gm.all_reduce(x, op="max", dst=gm.R, async_op=True).wait())
+_verb("async halo_exchange", lambda x: gm.halo_exchange(x, dim=1, async_op=True).wait())
+_verb(
+    "async reduce_scatter, sizes",
+    lambda x: gm.reduce_scatter(x.T.sin(), dim=1, sizes=(1, 3), async_op=True).wait(),
+)
+_verb(
+    "async all_gather of a structure",
+    lambda x: gm.all_gather({"x": x, "y": x * x}, async_op=True).wait()["y"],
+)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    first, second = gm.all_gather(x, async_op=True), gm.shift(x * x, async_op=True)
+    y = x.sin()
+    return y * second.wait() + first.wait()[:4]
+
+
+_verb("two async calls", _in_order)
 
 
 def _verbs_in_order() -> Iterator[list[Tensor]]:
@@ -147,6 +166,16 @@ def _verbs_in_order() -> Iterator[list[Tensor]]:
         z = gm.reduce_scatter(y * y)
         loss = (z**2).sum() if gm.rank() == 0 else None
         gm.backward(loss)
+    assert x.grad is not None
+    yield [x.grad]
+
+
+def _async_in_order() -> Iterator[list[Tensor]]:
+    x = leaf(4, 3)
+    yield [x]
+    with gm.ordered():
+        y = _in_order(x)
+        gm.backward((y**2).sum() if gm.rank() == 1 else None)
     assert x.grad is not None
     yield [x.grad]
 
@@ -205,6 +234,7 @@ def _objective() -> Iterator[list[Tensor]]:
 
 VERBS |= {
     "ordered": _verbs_in_order,
+    "async calls in ordered": _async_in_order,
     "reduce and gather": _rooted,
     "send and recv": _messages,
     "coalesce": _coalesced,

@@ -1,5 +1,7 @@
 """`Pending`: the handle of an async collective.
 
+A call on CPU tensors runs on a communication thread, one on device tensors on a communication stream.
+
 Autograd nodes of an async collective: one that starts it and one that waits for it, forward and backward.
 `started` makes a node that takes the operand and returns a ticket, a dummy tensor of one element; `finished` makes
 one that takes the ticket and returns the result. In backward the node of the wait runs first: it starts the adjoint and
@@ -16,6 +18,7 @@ one too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import deque
@@ -56,7 +59,7 @@ from gradmesh.ops.pair import Receive
 from gradmesh.runtime.state import INSTALLED, UnwaitedCalls, instruments, rank_state
 from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
-from gradmesh.transport.comm_thread import AsyncAxis, WorkItem, in_then_callback
+from gradmesh.transport.comm_thread import AsyncAxis, StreamItem, WorkItem, has_comm_stream, in_then_callback
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +67,7 @@ class AsyncCollective:
     """A started collective of this rank.
 
     Attributes:
-        op: the op, on an `AsyncAxis`.
+        op: the op; on an `AsyncAxis`, if its operands are on the CPU.
         x: the operand, where this rank has no node for the call.
         call: its metadata.
         ticket: dummy tensor that links the start node to the wait node; None: this rank has no node for the call.
@@ -77,15 +80,18 @@ class AsyncCollective:
     x: Tensor | None
     call: CallRecord
     ticket: Tensor | None = None
-    job: WorkItem[Tensor] | None = None
+    job: WorkItem[Tensor] | StreamItem | None = None
     held: Tensor | None = None
     adjoints: dict[int, AsyncCollective] = field(default_factory=dict)
 
     def start(self, x: Tensor) -> None:
-        """Queue the call on the communication thread."""
-        axis: AsyncAxis = self.op.axis
+        """Queue the call on the communication thread, or launch it on the communication stream."""
+        axis: Any = self.op.axis
         op, call, given = self.op, self.call, x.detach()
         call.site = call_site()
+        if type(axis) is not AsyncAxis:
+            self.job = StreamItem(lambda: run.apply(op, given, call), axis, given)
+            return
         if INSTALLED[0]:
             for each in instruments():
                 each.queued(op, given, call)
@@ -97,6 +103,11 @@ class AsyncCollective:
         if self.held is not None:
             return self.held
         return self.job.wait()  # type: ignore[union-attr]  # it is pending
+
+
+def runs_async(op: Op, x: Tensor) -> bool:
+    """Whether an op with this operand can run while its rank computes."""
+    return type(op.axis) is AsyncAxis or has_comm_stream(op.axis, x)
 
 
 def started(
@@ -154,6 +165,16 @@ def _wait(made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor,
     return result
 
 
+def _ticket(device: torch.device) -> Tensor:
+    """A dummy tensor that links two nodes; on a device, without a kernel for each."""
+    return torch.zeros(1, device="cpu") if device.type == "cpu" else _zero(device).detach()
+
+
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)
+
+
 class _StartNode(torch.autograd.Function):
     """Starts the op; its backward waits for the adjoint."""
 
@@ -163,7 +184,9 @@ class _StartNode(torch.autograd.Function):
         ctx.made, following = made, torch.zeros_like(token)
         ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
-        return torch.zeros(1, device="cpu"), following
+        # On the operand's device: autograd runs the nodes of a device on one thread, in the reverse order of forward.
+        # This node on another thread would let other work be queued before the next adjoint is started.
+        return _ticket(x.device), following
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -214,7 +237,7 @@ class _WaitNode(torch.autograd.Function):
         if grad is None or grad.layout is not torch.strided:
             grad = dense_gradient(ctx, grad)
         recording, at_once = torch.is_grad_enabled(), is_legacy_batched(grad) or transforms_active()
-        ticket = torch.zeros(1, device="cpu")
+        ticket = _ticket(grad.device)
         if not made.call.ordered:
             call = CallRecord(BACKWARD, made.call, ZERO_GRAD if nothing else 0)
             token = token_of(ctx) if recording else None
@@ -520,13 +543,13 @@ def start_op(
     """Start an op on this rank's tensor, differentiably; inside `ordered()` as the next ordered op.
 
     Args:
-        op: the op; on any axis but an `AsyncAxis` it runs synchronously.
+        op: the op; on a CPU it runs synchronously on any axis but an `AsyncAxis`.
         x: the operand.
         then: computes the return value of `wait` from the op's result; defaults to the identity.
         steps: whether `then` makes further calls, so that only `wait` can run it.
     """
     axis, finish = str(op.axis), then if then is not None else _identity
-    apart = type(op.axis) is AsyncAxis and not compiling() and not tracing()
+    apart = not compiling() and not tracing() and runs_async(op, x)
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
         return Pending(op.verb, axis, lambda: y, future=lambda: _completed(y))
@@ -538,7 +561,7 @@ def start_op(
     chain = here.chain
     made = apply(op, x, started, lambda chain, op, x: chain.begin(op, x))
     result = finished if chain is None else chain.end
-    job: WorkItem[Tensor] = made.job
+    job: Any = made.job
     return Pending(
         op.verb,
         axis,
@@ -586,11 +609,13 @@ def _completed(value: T) -> torch.futures.Future[T]:
     return future
 
 
-def _future_of(job: WorkItem[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
-    """A future of `finish` of a call's result."""
-    future: torch.futures.Future[T] = torch.futures.Future()
+def _future_of(job: WorkItem[Tensor] | StreamItem, finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
+    """A future of `finish` of a call's result; on a device it is done at once, and its `wait` makes a stream wait."""
+    future: torch.futures.Future[T] = torch.futures.Future(
+        devices=[job.device] if isinstance(job, StreamItem) else None
+    )
 
-    def complete(over: WorkItem[Tensor]) -> None:
+    def complete(over: Any) -> None:
         try:
             future.set_result(finish(over.wait().detach()))
         except Exception as error:

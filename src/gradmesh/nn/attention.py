@@ -37,7 +37,7 @@ from gradmesh._torch import (
     tracing,
     transforms_active,
 )
-from gradmesh.autograd.pending import AsyncCollective, started
+from gradmesh.autograd.pending import AsyncCollective, runs_async, started
 from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.inputs import check_own_size, constants
@@ -50,7 +50,6 @@ from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
-from gradmesh.transport.comm_thread import AsyncAxis
 from gradmesh.transport.run import apply as run_op
 from gradmesh.verbs.call import Call, SizesLike, integer
 
@@ -417,9 +416,9 @@ class Ring:
         return tiles(self.layout, self.axis.rank, (self.axis.rank - hop) % self.axis.size)
 
     def start(self, hop: int, block: Tensor, call: CallRecord) -> AsyncCollective:
-        """Start sending a block on; synchronous if the axis has no communication thread."""
+        """Start sending a block on; synchronous if the axis has no communication thread, and the block no stream."""
         op = self.op(hop)
-        if type(op.axis) is AsyncAxis:
+        if runs_async(op, block):
             return started(op, block, call)
         return AsyncCollective(op, None, call, held=run_op(op, block, call))
 

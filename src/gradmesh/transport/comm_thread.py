@@ -5,6 +5,13 @@ the order in which they were started, whatever the rank calls meanwhile (DDP's b
 after another and sleeps on a queue while there are none.
 
 A synchronous call on an `AsyncAxis` first waits for the pending async calls.
+
+Async calls of device tensors run on a communication stream instead, while the current stream computes. The thread that
+starts a call launches it: the stream waits for the current stream, and the call's kernels and the group's collective
+are queued behind that. `wait()` makes the current stream wait; the host never does. The calls use the axis's own
+process group, so its communicator runs them in the order in which they were started, between its other calls. That
+order has to be the same on every rank, as that of all calls. The operand is kept until `wait()`: its memory must not be
+reused before the call has read it.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._util.call_sites import Site, call_site, seen_from
@@ -36,10 +44,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncAxis",
     "CommThread",
+    "StreamItem",
     "WorkItem",
     "after_pending",
     "async_axis",
     "current_job",
+    "has_comm_stream",
     "in_then_callback",
     "transport_axis",
 ]
@@ -363,3 +373,80 @@ def async_axis(axis: Axis) -> AsyncAxis:
     if found is None:
         found = _comm_threads.setdefault(axis.group, CommThread(axis))
     return AsyncAxis(axis.name, axis.rank, axis.size, axis.group, found)
+
+
+# -- of device tensors
+
+_streams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, torch.Stream]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def has_comm_stream(axis: Axis, x: Tensor) -> bool:
+    """Whether an async call with this operand runs on a stream: on a device with streams, on several ranks."""
+    if x.is_cpu or axis.size == 1 or _torch.is_fake(x) or x.device.type in ("meta", "mps"):
+        return False
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and kind.type == x.device.type
+
+
+def _stream_of(axis: Axis, device: torch.device) -> torch.Stream:
+    """The communication stream of an axis; calls on different axes overlap."""
+    found = _streams.setdefault(axis.group, {})
+    if device not in found:
+        found[device] = torch.Stream(device=device)
+    return found[device]
+
+
+class StreamItem:
+    """One call on a communication stream; for the waiting rank like a `WorkItem`.
+
+    Args:
+        work: makes the call and returns its result.
+        axis: its axis.
+        x: its operand.
+
+    Attributes:
+        device: the device of the operand.
+    """
+
+    __slots__ = ("_done", "_error", "_result", "_stream", "_x", "device")
+
+    def __init__(self, work: Callable[[], Tensor], axis: Axis, x: Tensor) -> None:
+        self.device, self._x = x.device, x
+        self._error: Exception | None = None
+        self._result: Tensor
+        self._stream = _stream_of(axis, x.device)
+        self._stream.wait_stream(torch.accelerator.current_stream(x.device))
+        try:
+            with self._stream, torch.no_grad():
+                self._result = work()
+        except Exception as error:  # as on the communication thread, `wait` raises it
+            self._error = error
+        self._done = self._stream.record_event()
+
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended on the device."""
+        return self._error is not None or self._done.query()
+
+    def wait(self) -> Tensor:
+        """The result, which the current stream can read from here on; raises the error of the call."""
+        if self._error is not None:
+            raise self._error
+        current = torch.accelerator.current_stream(self.device)
+        current.wait_event(self._done)
+        # Its memory belongs to the communication stream, which must not reuse it before this stream has read it.
+        self._result.record_stream(current)
+        self._x = None  # type: ignore[assignment]  # not used any more
+        return self._result
+
+    def then(self, call: Callable[[StreamItem], None]) -> None:
+        """Call a function now, on the communication stream, behind the call."""
+        with self._stream:
+            call(self)
+
+    def __del__(self) -> None:
+        x = getattr(self, "_x", None)
+        if x is not None:  # `wait` was not called
+            x.record_stream(self._stream)
