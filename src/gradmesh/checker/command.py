@@ -116,11 +116,7 @@ def _target(arguments: Sequence[str], module: str | None) -> Target:
         return Target(module, True, tuple(arguments))
     if not arguments:
         raise ArgumentError(
-            message(
-                "no script given",
-                op="check",
-                remedy="run gradmesh check SCRIPT, or gradmesh check -m MODULE; see --help",
-            )
+            message("no script given", op="check", remedy="pass a script or -m MODULE; see --help")
         )
     script = arguments[0]
     if not Path(script).is_file():
