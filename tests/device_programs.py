@@ -213,15 +213,19 @@ def _coalesced() -> Iterator[list[Tensor]]:
 
 
 def _deferred() -> Iterator[list[Tensor]]:
-    w, v, x = leaf(3, same=True), leaf(2, 3, same=True, seed=1), leaf(4, 3, seed=2)
-    yield [w, v]
+    leaves = [leaf(3, same=True), leaf(2, 3, same=True, seed=1), leaf(2, same=True, seed=3)]
+    w, v, u = (torch.nn.Parameter(each.detach()) for each in leaves)
+    x = leaf(4, 3, seed=2).detach()
+    yield [w, v, u]
     for step in range(3):
         with gm.no_sync() if step < 2 else contextlib.nullcontext():
             loss = ((gm.replicate(w) * x).sin() + (gm.replicate(v) ** 2).sum() * (step + 1)).sum()
+            unused = gm.replicate(u)
+            loss = loss + (unused**3).sum() if gm.rank() == 0 else loss  # rank 1 has no gradient of it
         loss.backward()
-    assert w.grad is not None
-    assert v.grad is not None
-    yield [w.grad, v.grad]
+    grads = [each.grad for each in (w, v, u) if each.grad is not None]
+    assert len(grads) == 3
+    yield grads
 
 
 def _objective() -> Iterator[list[Tensor]]:
