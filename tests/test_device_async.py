@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh.runtime.state import rank_state
 from tests import simulated_device as sd
 from tests.device_programs import leaf
 
@@ -135,6 +136,44 @@ def result_on_another_stream() -> list[float]:
 
 def test_the_result_lives_until_the_stream_that_waited_has_read_it(simulated: Simulated) -> None:
     assert simulated(2)(result_on_another_stream) == 2 * [[2.0] * 3 + [3.0] * 3]
+
+
+def waited_for_on_another_stream() -> list[float]:
+    """The operand is freed by a wait on another stream than the one that it belongs to."""
+    side = torch.Stream(device=sd.NAME)
+    with slow_collectives():
+        pending = gm.all_gather(torch.full((3,), 1.0 + gm.rank()), async_op=True)
+        with side:
+            y = pending.wait()
+        others = [torch.full((3,), 7.0) for _ in range(3)]
+        with side:
+            return y.tolist() if others else []
+
+
+def test_the_operand_lives_until_it_was_read_whichever_stream_waits(simulated: Simulated) -> None:
+    assert simulated(2)(waited_for_on_another_stream) == 2 * [[1.0] * 3 + [2.0] * 3]
+
+
+def messages() -> tuple[list[float], int]:
+    for number in range(3):
+        if gm.rank() == 0:
+            gm.send(torch.full((2,), float(number)), to=1)
+        else:
+            received = gm.recv(torch.empty(2), source=0)
+    torch.accelerator.synchronize()
+    gm.barrier()
+    found = [] if gm.rank() == 0 else received.tolist()
+    if gm.rank() == 0:
+        gm.send(torch.ones(2), to=1)
+    else:
+        gm.recv(torch.empty(2), source=0)
+    return found, len(rank_state().posted)
+
+
+def test_sent_messages_are_freed_once_they_were_sent(simulated: Simulated) -> None:
+    (_, kept), (received, _) = simulated(2)(messages)
+    assert received == [2.0, 2.0]
+    assert kept <= 1  # the last one may be on its way
 
 
 def write_before_wait() -> str:

@@ -410,14 +410,15 @@ class StreamItem:
         device: the device of the operand.
     """
 
-    __slots__ = ("_done", "_error", "_result", "_stream", "_x", "device")
+    __slots__ = ("_done", "_error", "_launched_on", "_result", "_stream", "_x", "device")
 
     def __init__(self, work: Callable[[], Tensor], axis: Axis, x: Tensor) -> None:
         self.device, self._x = x.device, x
         self._error: Exception | None = None
         self._result: Tensor
         self._stream = _stream_of(axis, x.device)
-        self._stream.wait_stream(torch.accelerator.current_stream(x.device))
+        self._launched_on = torch.accelerator.current_stream(x.device)
+        self._stream.wait_stream(self._launched_on)
         try:
             with self._stream, torch.no_grad():
                 self._result = work()
@@ -438,6 +439,8 @@ class StreamItem:
         current.wait_event(self._done)
         # Its memory belongs to the communication stream, which must not reuse it before this stream has read it.
         self._result.record_stream(current)
+        if current != self._launched_on and self._x is not None:
+            self._x.record_stream(self._stream)  # the stream to which it belongs has not waited
         self._x = None  # type: ignore[assignment]  # not used any more
         return self._result
 

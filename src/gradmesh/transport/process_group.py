@@ -149,7 +149,9 @@ def _wait_for(posted: deque[tuple[Tensor, dist.Work]], outstanding: int) -> None
 def _forget_gone(state: RankState) -> None:
     """Free what has been sent, without waiting: the receiver may be sending too, which would deadlock."""
     posted = state.posted
-    while posted and isinstance(posted[0][1], OwnWork) and posted[0][1].is_completed():
+    while posted and (isinstance(posted[0][1], OwnWork) or not posted[0][0].is_cpu):
+        if not posted[0][1].is_completed():
+            break
         posted.popleft()
     if len(posted) <= _OUTSTANDING or isinstance(posted[0][1], OwnWork):
         return
