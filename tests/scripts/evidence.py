@@ -38,6 +38,11 @@ UNDIFFERENTIATED = {
     "heads_of_own_sizes": "a trunk whose gradients are averaged, beside heads that each rank has for itself",
     "server_broadcasts_after_its_step": "a rank that alone steps, and sends afterwards",
     "pipeline_packed_messages": "stages with other parameters on each rank",
+    "own_numbers_of_micro_batches": "sums that are divided by the number of rows behind backward",
+    "penalty_added_after_average": "gradients to which a multiple of the weights is added",
+    "sharpness_of_each_rank": "gradients at weights that each rank displaces on its own",
+    "variance_reduced": "gradients at two weights, one minus the other",
+    "rates_tried_in_parallel": "ranks that train each a model of its own",
     "loader_with_workers": "a loop over batches of workers",
 }
 """Scripts whose gradients cannot be held against differences, and why."""

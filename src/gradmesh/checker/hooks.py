@@ -240,6 +240,7 @@ class _Watcher:
         self._held: list[Any] = []
         """The parameters of the optimizer that is stepping."""
         self._nested = self._sends = 0
+        self._begins: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._returned: dict[int, Tensor] = {}
         self.optimizers = Optimizers(recorder)
         self.samplers = Samplers(recorder.tape, recorder.site, second_epoch)
@@ -485,7 +486,14 @@ class _Watcher:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Take down what an optimizer is about to use."""
+        """Take down what an optimizer is about to use, behind the program's own hooks, which may change gradients."""
+        if self._to.quiet:
+            return
+        if optimizer in self._begins:
+            self._begins.pop(optimizer).remove()
+        self._begins[optimizer] = optimizer.register_step_pre_hook(self._begins_step)
+
+    def _begins_step(self, optimizer: Any, *_: Any) -> None:
         if self._to.quiet:
             return
         self._nested += 1
@@ -549,7 +557,10 @@ class _Watcher:
                 if address_of(x) in to.written_at
             }
             to.written_at.clear()
-            taken = frozenset(name for name, x in (*buffers.items(), *frozen.items()) if id(x) in to.taken)
+            taken = {
+                name: [number for number, of in to.taken.items() if id(x) in of]
+                for name, x in (*buffers.items(), *frozen.items())
+            }
             copies = ({name: x.detach().clone() for name, x in each.items()} for each in (buffers, frozen))
             buffers, frozen = copies
         self._step = Step(
@@ -614,7 +625,7 @@ def run_rank(
 
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_on_this_machine())
+            stack.enter_context(_on_this_machine(recorder))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(modules)
             stack.enter_context(watched(recorder, steps, enough, lambda: None if record else enough()))
@@ -665,11 +676,12 @@ def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) 
 
 
 @contextlib.contextmanager
-def _on_this_machine() -> Any:
+def _on_this_machine(recorder: Recorder) -> Any:
     """Gloo where a script asks for NCCL and there is no GPU."""
     original = dist.init_process_group
 
     def init(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        recorder.handles.in_order = backend != "gloo"
         if not torch.cuda.is_available() and (backend is None or "nccl" in str(backend)):
             backend = "gloo"
             kwargs.pop("device_id", None)

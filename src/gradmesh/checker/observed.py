@@ -91,7 +91,8 @@ _STARTED = (
 class Handles:
     """Records results of asynchronous calls that are used before the call is waited for.
 
-    A wait for a later call of the same group counts as a wait for this one, as calls of one NCCL stream end in order.
+    A wait for a later call of the same group counts as a wait for this one, as calls of one NCCL stream end in order;
+    but not of a group that the program itself gives Gloo, which runs calls in several threads.
 
     Args:
         tape: takes them.
@@ -101,6 +102,8 @@ class Handles:
     def __init__(self, tape: Tape, site: Callable[[], int]) -> None:
         self._tape, self._site = tape, site
         self.pending: dict[int, tuple[Any, Any, str, int, list[Tensor]]] = {}
+        self.in_order = True
+        """Whether the program asked for a backend whose calls end in order."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -134,7 +137,7 @@ class Handles:
             if isinstance(work, dist.Work) and is_of_the_program(sys._getframe(1).f_code.co_filename):
                 outs = list(tensors_in(args[:1] or tuple(kwargs.values())[:1]))
                 self.pending[id(work)] = work, group, name, self._site(), outs
-            elif work is None:
+            elif work is None and self.in_order:
                 self._over(group)
             return work
 
@@ -152,6 +155,9 @@ class Handles:
 
     def _over(self, group: Any, last: int | None = None) -> None:
         """The calls of a group up to one are over."""
+        if not self.in_order:
+            self.pending.pop(last, None)  # type: ignore[arg-type]
+            return
         for key in [key for key, entry in self.pending.items() if entry[1] is group]:
             del self.pending[key]
             if key == last:

@@ -120,8 +120,10 @@ class Numbering:
         self._random: Any = WeakTensors()
         self._still: Any = WeakTensors()
         """What is made of parameters that take no gradient and of buffers, with the identities of these."""
-        self.taken: frozenset[int] = frozenset()
-        """Those of them that operators took since the last step, and gradients pass through these."""
+        self.taken: dict[int, frozenset[int]] = {}
+        """Those of them that operators took since the last step, by number; gradients pass through these operators."""
+        self._older: Any = WeakTensors()
+        """The numbers of tensors that were made before the last step."""
         self._numbers = 0
         self._sites: dict[tuple[Any, int], int] = {}
 
@@ -151,9 +153,12 @@ class Numbering:
 
     def forget(self) -> None:
         """Begin anew, after a step: parameters have other values."""
+        for x, known in self._known.items():
+            if known.active and not known.leaf and not known.spoilt:
+                self._older[x] = known.id
         self._known, self._stores, self._held = WeakTensors(), {}, {}
         self.saved.clear()
-        self.taken = frozenset()
+        self.taken = {}
         self.roots = 0
 
     def backward_begins(self) -> None:
@@ -327,8 +332,9 @@ class Numbering:
             if x.requires_grad and x.numel():  # where there is nothing, nothing is lost
                 return self._lost(x, "where a tensor came from is not known")
         random = x in self._random
-        self.taken |= self._still_in((x,))
         number = self._number(x, False)
+        if self.modules.still:
+            self.taken[number] = self._still_in((x,))
         self.tape.events.append(ProgramInput(number, x.detach().clone(), random=random))
         return number
 
@@ -356,7 +362,10 @@ class Numbering:
     def _lost(self, x: Tensor, why: str) -> int:
         """Take a tensor for data, with a word on why, which counts where a loss depends on it."""
         number = self._number(x, True)
-        self.tape.events.append(ProgramInput(number, x.detach().clone(), lost=why, site=self.site()))
+        lost = ProgramInput(
+            number, x.detach().clone(), lost=why, site=self.site(), of=self._older.get(x) or -1
+        )
+        self.tape.events.append(lost)
         return number
 
     def _view(self, x: Tensor) -> int | None:
@@ -687,8 +696,11 @@ class Recorder(Numbering, DispatchMode):
         return not inside and any(x in self._cut for x in tensors_in((args, kwargs)))
 
     def _is_about_gradients(self, func: Any, args: Any) -> bool:
-        """Whether an operator writes to gradients, with gradients followed though they are not meant to be."""
-        return bool(written(func)) and any(self.gradients.name_at(x) for x in tensors_in(args[:1]))
+        """Whether an operator works on gradients, with gradients followed though they are not meant to be."""
+        if not self.roots or self.calls:
+            return bool(written(func)) and any(self.gradients.name_at(x) for x in tensors_in(args[:1]))
+        given = list(tensors_in(args))
+        return any(self.changes.of(x) is not None for x in given) and not any(x.requires_grad for x in given)
 
     def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
@@ -883,6 +895,11 @@ class Recorder(Numbering, DispatchMode):
         self._see_overwriting(call, site)
         if self._handed is not None and call.kind in ("broadcast", "all_reduce"):
             self._handed.append((event, [x for x in call.ins or call.outs or () if x.is_leaf]))
+        elif call.kind in ("broadcast", "all_reduce") and not (gradients or self.backward):
+            buffers = {address_of(x): name for name, x in self.modules.buffers().items()}
+            event.buffers = [
+                buffers[at] for at in map(address_of, call.ins or call.outs or ()) if at in buffers
+            ]
         if event.followed:
             event.ins = [self.ref(x) for x in call.ins]
         return PendingEvent(event, cut)

@@ -18,6 +18,7 @@ from torch import Tensor
 from gradmesh._torch.operators import is_view
 from gradmesh.autograd.traced import Encoded, decoded_on
 from gradmesh.checker.trace import (
+    MOVES,
     Alias,
     Back,
     Called,
@@ -264,25 +265,7 @@ def _exchanged(calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]]) -> list[l
     return [[torch.cat([pieces[source][at] for source in range(ranks)])] for at in range(ranks)]
 
 
-_SAME = {
-    "view",
-    "_unsafe_view",
-    "clone",
-    "detach",
-    "alias",
-    "transpose",
-    "t",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "expand",
-}
-_PACKS = {*_SAME, "cat", "stack"}
+_PACKS = {*MOVES, "cat", "stack"}
 """What a program makes a message with."""
 _SCALED = {"div", "div_", "mul", "mul_"}
 _SUMS = {"add", "add_", "sub", "sub_"}
@@ -321,11 +304,11 @@ def put_back(events: Sequence[Event]) -> frozenset[int]:
             if name in _PARTS or name in _SUMS:
                 found |= of.intersection(plain)
             if of and (
-                name in _SAME or name in _SCALED or (name in _SUMS and origins <= of) or name in _PARTS
+                name in MOVES or name in _SCALED or (name in _SUMS and origins <= of) or name in _PARTS
             ):
                 for number in event.outs:
                     made[number] = made.get(number, set()) | of
-            elif name in _SAME and len(origins) == 1 and taken:
+            elif name in MOVES and len(origins) == 1 and taken:
                 source.update(dict.fromkeys(event.outs, next(iter(origins))))
     return frozenset(number for x in found for number in detached.get(x, ()))
 

@@ -18,11 +18,12 @@ from typing import Any
 from gradmesh._torch.compilers import COMPILER
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.hooks import run_rank
-from gradmesh.checker.judging.context import Context
+from gradmesh.checker.judging.context import Context, listed
 from gradmesh.checker.judging.judge import judged
 from gradmesh.checker.judging.values import (
     averages_values,
     brought_together,
+    buffers_together,
     order_repeats,
     sends_nothing,
     shares_overlap,
@@ -121,16 +122,17 @@ def check_script(
         found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=ranks, see=see
     )
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - since)
+    own = [each.subject for each in verdict.findings if each.rule.id == "GM203"]
+    seen = found.tapes
     if {each.rule.id for each in verdict.errors} == {"GM101"}:
         # Ranks may take steps of their own for a while, and bring their values together then.
-        seen = found.tapes
         together, more = brought_together(seen)
-        if not together and sends_nothing(seen):
+        if not together and sends_nothing(seen, at_last=True):
             longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
             verdict.seconds["checked"] += longer.seconds
             seen = longer.tapes
             together, more = brought_together(seen)
-        at = averages_values(seen)
+        at = averages_values(seen) if sends_nothing(found.tapes) else None
         if together or (seen is not found.tapes and at is not None):
             note = (
                 f"each rank steps along its own gradient, and {'later' if at is None else f'at {at}'} the ranks bring "
@@ -138,6 +140,14 @@ def check_script(
             )
             findings = tuple(each for each in verdict.findings if each.rule.id != "GM101")
             verdict = replace(verdict, findings=(*findings, *more), notes=(*verdict.notes, note))
+    if own and (together_at := buffers_together(seen, own)) is None and seen is found.tapes:
+        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
+        verdict.seconds["checked"] += longer.seconds
+        together_at = buffers_together(longer.tapes, own)
+    if own and together_at is not None:
+        note = f"each rank has its own {listed(own)}, and the ranks bring it together at {together_at}"
+        kept = tuple(each for each in verdict.findings if each.rule.id != "GM203")
+        verdict = replace(verdict, findings=kept, notes=(*verdict.notes, note))
     tapes = [tape for tape in found.tapes if tape is not None]
     if len(tapes) == ranks and any(
         each.shuffle and not each.is_set for tape in tapes for each in tape.epochs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ class ProgramInput:
         name: of the parameter, as its module calls it; "" for what has none.
         random: whether a random operator made it.
         lost: why it is not known where it came from, though autograd follows it; "" where that is known.
+        of: its number before the last step, where it was made before that; else -1.
         site: of the line that took it, where it is lost.
     """
 
@@ -45,6 +47,7 @@ class ProgramInput:
     random: bool = False
     lost: str = ""
     site: int = -1
+    of: int = -1
 
 
 @dataclass(slots=True)
@@ -116,6 +119,7 @@ class Sent:
         verb: where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is
             sent.
         parameters: the names of parameters that a broadcast or a sum before the first backward takes, or writes.
+        buffers: the names of buffers that a broadcast or a sum takes, or writes.
     """
 
     kind: str
@@ -137,6 +141,7 @@ class Sent:
     total: float | None = None
     verb: Verb | None = None
     parameters: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -393,8 +398,8 @@ class Step:
     """The lines at which the program last wrote to buffers and frozen parameters."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Copies of the parameters that take no gradient."""
-    taken: frozenset[str] = frozenset()
-    """The names of the frozen parameters and buffers that operators which gradients pass through used."""
+    taken: dict[str, list[int]] = field(default_factory=dict)
+    """The frozen parameters and buffers that operators which gradients pass through used, with what these took."""
     modes: dict[str, bool] = field(default_factory=dict)
     """Whether layers that do something else in evaluation were in training in any call for gradients."""
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -479,30 +484,43 @@ class Tape:
     seconds: float = 0.0
 
 
-def without_label(tape: Tape) -> None:
-    """Call the parameters of a rank that steps one module alone as if that were the only one that was called.
+_NUMBER = re.compile(r"(\d+)\.$")
+"""What ends a label."""
+
+
+def label_stepped(tape: Tape) -> None:
+    """Number the modules that a rank steps before the others; one alone is called as if no other had been called.
 
     Other ranks may not call the other modules, such as a copy that rank 0 evaluates.
     """
     stepped = {param.name for event in tape.events if isinstance(event, Step) for param in event.params}
-    labels = [each for each in tape.labels if any(name.startswith(each) for name in stepped)]
-    if len(labels) != 1:
+    of = {each: any(name.startswith(each) for name in stepped) for each in tape.labels}
+    labels = sorted(of, key=lambda each: (not of[each], int(_NUMBER.findall(each)[-1])))
+    if not any(of.values()):
         return
-    label = labels[0]
+    alone = sum(of.values()) == 1
+    renamed = {
+        label: "" if alone and not at else _NUMBER.sub(f"{at}.", label) for at, label in enumerate(labels)
+    }
+
+    def called(name: str) -> str:
+        label = next((each for each in labels if name.startswith(each)), "")
+        return renamed.get(label, "") + name.removeprefix(label)
+
     for event in tape.events:
         if isinstance(event, (ProgramInput, Scaled)):
-            event.name = event.name.removeprefix(label)
+            event.name = called(event.name)
         elif isinstance(event, Sent):
-            event.parameters = [name.removeprefix(label) for name in event.parameters]
+            event.parameters = [called(name) for name in event.parameters]
+            event.buffers = [called(name) for name in event.buffers]
         elif isinstance(event, Root):
-            event.held = {name.removeprefix(label): x for name, x in event.held.items()}
+            event.held = {called(name): x for name, x in event.held.items()}
         elif isinstance(event, Step):
             for param in event.params:
-                param.name = param.name.removeprefix(label)
-            for key in ("buffers", "written", "frozen", "modes", "mixed"):
-                named = getattr(event, key)
-                setattr(event, key, {name.removeprefix(label): x for name, x in named.items()})
-            event.taken = frozenset(name.removeprefix(label) for name in event.taken)
+                param.name = called(param.name)
+            for key in ("buffers", "written", "frozen", "modes", "mixed", "taken"):
+                setattr(event, key, {called(name): x for name, x in getattr(event, key).items()})
+    tape.labels = set(renamed.values()) - {""}
 
 
 def refs(event: Event) -> list[int]:
@@ -787,7 +805,8 @@ class Changes:
             sizes = {x.numel() for x, _ in full}
             if any(bool(x.any()) for x in others) or not alike or len(sizes) > 1:
                 return self._changed(name, full)
-            if len(full) > 1 and (first.own or weighed or any(known.number for _, known in moved)):
+            own = first.own or weighed or any(known.number for _, known in moved)
+            if len(full) > 1 and (own or name == "sub"):
                 return self._changed(name, full)
             return first
         return self._changed(name, full)
@@ -798,58 +817,19 @@ class Changes:
         return Moved(known.factor, known.share, known.own, changed=Changed(name, self._site(), before))
 
 
+MOVES = frozenset({
+    *("view", "_unsafe_view", "_reshape_alias", "clone", "alias", "detach", "t", "transpose", "permute", "expand"),
+    *("squeeze", "unsqueeze", "slice", "select", "split", "split_with_sizes", "chunk", "unbind"),
+})  # fmt: skip
+"""Operators whose results have entries of their operand, as they are."""
 _KEEPS = {
-    "view",
-    "_unsafe_view",
-    "_reshape_alias",
-    "clone",
-    "detach",
-    "alias",
-    "t",
-    "transpose",
-    "permute",
-    "slice",
-    "select",
-    "narrow",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-    "cat",
-    "stack",
-    "copy",
-    "_to_copy",
-    "to",
-    "expand",
-    "squeeze",
-    "unsqueeze",
-    "as_strided",
-    "index_select",
-    "constant_pad_nd",
-    "neg",
-    "sum",
-    "mean",
-    "lift_fresh",
-    "_coalesced",
-    "coalesce",
-    "_to_dense",
-    "resize",
-    "set",
-}
+    *(*MOVES, "narrow", "cat", "stack", "copy", "_to_copy", "to", "as_strided", "index_select", "constant_pad_nd"),
+    *("neg", "sum", "mean", "lift_fresh", "_coalesced", "coalesce", "_to_dense", "resize", "set"),
+}  # fmt: skip
 """Operators that move gradients, or add them up."""
 _TO_NUMBERS = {
-    "sum",
-    "mean",
-    "norm",
-    "linalg_vector_norm",
-    "dot",
-    "vdot",
-    "max",
-    "amax",
-    "mv",
-    "mm",
-    "linalg_norm",
-}
+    *("sum", "mean", "norm", "linalg_vector_norm", "linalg_norm", "dot", "vdot", "max", "amax", "mv", "mm"),
+}  # fmt: skip
 
 
 def is_mean(factor: float, ranks: int) -> bool:

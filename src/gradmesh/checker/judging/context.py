@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh.checker.findings import RULES, Finding, Place
 from gradmesh.checker.judging.parameters import Got, Segment, Truth
 from gradmesh.checker.replay import Again
-from gradmesh.checker.trace import Alias, Event, Op, Root, Sent, Tape, refs
+from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
 
 
 @dataclass
@@ -90,6 +90,11 @@ class Context:
                     made.update(event.outs)
                 elif isinstance(event, Alias):
                     made.add(event.id)
+
+    def taken(self, rank: int) -> set[str]:
+        """The names of the frozen parameters and buffers that a loss of a rank depends on."""
+        taken = self.segment.steps[rank][0].taken
+        return {name for name, numbers in taken.items() if numbers and _reaches(self.events(rank), numbers)}
 
     def root_site(self, rank: int) -> int:
         """The line of a rank's backward."""
@@ -186,13 +191,54 @@ def _follows(context: Context, rank: int, numbers: Sequence[int]) -> bool:
 
 def _reaches(events: Sequence[Event], numbers: Sequence[int]) -> bool:
     """Whether a backward begins at what is made of some tensors."""
-    made = set(numbers)
+    made, views = set(numbers), dict[int, int]()
     for event in events:
         if isinstance(event, Root) and event.id in made:
             return True
+        if isinstance(event, Alias):
+            views[event.id] = event.of
+        if isinstance(event, Over) and made.intersection(event.call.ins):
+            made.update(number for number in event.call.outs if number is not None)
         if made.intersection(refs(event)):
             if isinstance(event, (Op, Sent)):
-                made.update(event.outs)
+                made.update(event.outs, (views[number] for number in event.outs if number in views))
             elif isinstance(event, Alias):
                 made.add(event.id)
     return False
+
+
+def with_history(tapes: Sequence[Tape], segment: Segment) -> Segment:
+    """A step with what made the tensors that its losses depend on and that were made before the step before it."""
+    parts, begins = [], []
+    for tape, part, begin in zip(tapes, segment.parts, segment.begins, strict=True):
+        older = {
+            event.id: event.of
+            for event in part
+            if isinstance(event, ProgramInput) and event.of >= 0 and _reaches(part, [event.id])
+        }
+        made = _makes(tape.events[:begin], older.values()) if older else []
+        parts.append(made + [
+            Op("aten.alias.default", (Ref(older[event.id]),), {}, [event.id], event.site, None)
+            if isinstance(event, ProgramInput) and event.id in older
+            else event
+            for event in part
+        ])  # fmt: skip
+        begins.append(begin - len(made))
+    return replace(segment, parts=parts, begins=begins)
+
+
+def _makes(events: Sequence[Event], numbers: Iterable[int]) -> list[Event]:
+    """Those of some events that make some tensors."""
+    wanted, found = set(numbers), list[Event]()
+    for event in reversed(events):
+        outs, ins = [], refs(event)
+        if isinstance(event, (ProgramInput, Alias)):
+            outs = [event.id]
+        elif isinstance(event, (Op, Sent)):
+            outs = event.outs
+        elif isinstance(event, Over):
+            ins, outs = ([n for n in each if n is not None] for each in (event.call.ins, event.call.outs))
+        if wanted.intersection(outs):
+            found.append(event)
+            wanted.update(ins)
+    return found[::-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -379,7 +379,8 @@ def copies_in_norm(context: Context) -> list[Finding]:
         total, once = total + sum(squares), once + (sum(squares) if cut else max(squares, default=0.0))
     for event in (e for e in events if isinstance(e, Sent) and e.phase == "apart"):
         found = event.total
-        if found and total > 1.01 * once and abs(found - total) < 1e-4 * total:
+        counts = found and total > 1.01 * once and abs(found - total) < 1e-4 * total
+        if found and counts and _is_clipped_by(context.tapes[0], event.site, found, scaled.values()):
             first = next(iter(scaled.values()))
             said = (
                 f"gradients are multiplied by {first.factor:.4g}, and the sum over the ranks of squared norms, "
@@ -389,6 +390,25 @@ def copies_in_norm(context: Context) -> list[Finding]:
             place, began = context.place(0, first.site), context.place(0, event.site)
             return [finding("GM205", said, place, began, range(len(context.tapes)), remedy=_OF_COPIES)]
     return []
+
+
+def _is_clipped_by(tape: Tape, site: int, total: float, scaled: Iterable[Scaled]) -> bool:
+    """Whether gradients are multiplied by a norm's inverse: its product with the factor is one number at all steps.
+
+    Of one step alone it has to be a number that a program may contain, such as 0.5; a program may also sum squares for
+    its log, and multiply by something else.
+    """
+    sums, last, products = list[float](), 0.0, list[float]()
+    for event in tape.events:
+        if isinstance(event, Sent) and event.site == site and event.total:
+            last = event.total
+        elif isinstance(event, Scaled) and event.own and last > 0 and event.factor < 1 and last not in sums:
+            sums.append(last)
+            products.append(event.factor * last**0.5)
+    if len(products) > 1 and max(sums) > 1.001 * min(sums):
+        return max(products) - min(products) < 1e-3 * max(products)
+    norms = [each.factor * total**0.5 for each in scaled]
+    return any(abs(norm - float(f"{norm:.1g}")) < 3e-4 * norm for norm in norms)
 
 
 _OF_COPIES = (

@@ -14,7 +14,13 @@ import torch
 from gradmesh._util.call_sites import is_of_the_program
 from gradmesh.checker.findings import Finding, Place, Status, Verdict
 from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
-from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, with_text
+from gradmesh.checker.judging.context import (
+    Context,
+    cut_before_collectives,
+    finding,
+    with_history,
+    with_text,
+)
 from gradmesh.checker.judging.gradients import (
     copies_in_norm,
     faults_of_gradients,
@@ -38,6 +44,7 @@ from gradmesh.checker.judging.values import (
     parted,
     parted_by_closure,
     same_data,
+    sends_nothing,
     settings_apart,
     shares_overlap,
     statistics,
@@ -48,7 +55,7 @@ from gradmesh.checker.judging.values import (
     unwaited,
 )
 from gradmesh.checker.replay import UnfaithfulError, run_again
-from gradmesh.checker.trace import Root, Tape, without_label
+from gradmesh.checker.trace import Root, Tape, label_stepped
 
 _FOLLOWS = (
     "Connection closed by peer",
@@ -235,7 +242,7 @@ def judged(
     followed = list[int]()
     there = [tape for tape in tapes if tape is not None]
     for tape in there:
-        without_label(tape)
+        label_stepped(tape)
     if len(there) == ranks and not found:
         found += unwaited(there) or steps_apart(there)
     if len(there) == ranks and not found:
@@ -278,6 +285,7 @@ def _step(
     following: Sequence[Segment],
     followed: list[int],
 ) -> list[Finding]:
+    segment = with_history(tapes, segment)
     try:
         again = run_again(segment.parts)
     except (UnfaithfulError, *_UNFORESEEN) as error:
@@ -353,7 +361,7 @@ def _judged_step(
     elif not apart:
         found += added_before_sums(context, []) or faults_of_gradients(context, [])
         found += (
-            drifted(context.got, context)
+            ([] if sends_nothing(context.tapes) else drifted(context.got, context))
             or drifted_later(context, following)
             or overwritten_steps(context, following)
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradmesh.checker.replay import Again, Rank
 from gradmesh.checker.trace import (
+    MOVES,
     Alias,
     Changed,
     Event,
@@ -60,7 +61,23 @@ def segments(tapes: Sequence[Tape]) -> list[Segment]:
     for at in range(min(len(each) for each in cut)):
         each = [rank[at] for rank in cut]
         found.append(Segment([p for _, p, _ in each], [s for _, _, s in each], [b for b, _, _ in each]))
-    return found
+    lines = [{(at, step.site) for at, own in enumerate(each.steps) for step in own} for each in found]
+    back = [
+        lines[at] for at, (now, then) in enumerate(itertools.pairwise(found)) if _is_taken_back(now, then)
+    ]
+    return [each for each, own in zip(found, lines, strict=True) if own not in back]
+
+
+def _is_taken_back(now: Segment, following: Segment) -> bool:
+    """Whether a program displaces its parameters by itself, and has them back at the next step of an optimizer."""
+    for own, later in zip(now.steps, following.steps, strict=True):
+        then = {param.name: param.value for step in later if not step.manual for param in step.params}
+        moved = [(param.value, then.get(param.name)) for step in own for param in step.params]
+        if not all(step.manual for step in own):
+            return False
+        if not all(x is not None and near(x, value, 1e-6) for value, x in moved):
+            return False
+    return True
 
 
 def _real(steps: Sequence[Step]) -> list[Step]:
@@ -520,7 +537,7 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     for part in (part for part in parts if not part.param.whole):
         for group in groups:
             first = group[0].param
-            if part.param.value.shape == first.value.shape and torch.equal(part.param.value, first.value):
+            if near(part.param.value, first.value, 1e-6):  # a displacement that is taken back leaves rounding
                 group.append(part)
                 break
         else:
@@ -559,7 +576,9 @@ def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         or not any(part.param.changed for part in group)
     ):
         return got
-    if got.kind == "right" and got.ratio != 0:
+    if (
+        got.kind == "right" and got.ratio != 0 and got.true.numel() > 1
+    ):  # one number is a multiple of any other
         return got
     # The program has made something else of it: what it made that of is what is judged, where that is known.
     there = [part.param.changed for part in group if part.steps]
@@ -704,7 +723,7 @@ def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: d
                     return True
                 if name in ("add", "add_") and summed.intersection(taken):
                     return True
-            if name in _SAME_NUMBERS and summed.intersection(taken):
+            if (name in MOVES or name in ("add", "add_")) and summed.intersection(taken):
                 summed.update(event.outs)
     return False
 
@@ -747,25 +766,6 @@ def _behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
         elif isinstance(event, Op) and not made.isdisjoint(refs(event)):
             made.update(event.outs)
     return made
-
-
-_SAME_NUMBERS = {
-    "add",
-    "add_",
-    "chunk",
-    "slice",
-    "split",
-    "view",
-    "_unsafe_view",
-    "clone",
-    "alias",
-    "detach",
-    "transpose",
-    "t",
-    "permute",
-    "unsqueeze",
-    "expand",
-}
 
 
 def is_constant(x: Tensor) -> bool:

@@ -13,7 +13,19 @@ from torch import Tensor
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, listed, with_text
 from gradmesh.checker.judging.parameters import Got, Segment, is_constant, is_sum, near
-from gradmesh.checker.trace import Lost, Op, Param, ProgramInput, Root, Sent, Step, Tape, refs
+from gradmesh.checker.trace import (
+    MOVES,
+    Lost,
+    Op,
+    Param,
+    ProgramInput,
+    Root,
+    Sent,
+    Step,
+    Tape,
+    label_stepped,
+    refs,
+)
 
 
 def never_same(context: Context) -> list[Finding]:
@@ -96,7 +108,7 @@ def statistics(context: Context) -> list[Finding]:
     each = [steps[0] for steps in context.segment.steps]
     buffers = set.intersection(*(set(step.buffers) for step in each))
     # Ranks without a collective between them have one model: what the loss takes of it is the same.
-    frozen = set.intersection(*(set(step.frozen) & step.taken for step in each))
+    frozen = set.intersection(*(set(step.frozen) & context.taken(rank) for rank, step in enumerate(each)))
     for name in sorted(buffers) + ([] if context.again.calls else sorted(frozen)):
         values = [step.buffers[name] if name in buffers else step.frozen[name] for step in each]
         for ranks in replicated:
@@ -381,7 +393,7 @@ def parted_by_closure(tapes: Sequence[Tape]) -> list[Finding]:
     """Parameters that a step which calls a closure, as LBFGS does, makes different ones, along the same gradients."""
     for pairs in zip(*map(_of_closures, tapes), strict=False):
         for at, first in enumerate(pairs[0][0].params):
-            parts = [step.params[at] for step, _ in pairs if at < len(step.params)]
+            parts = [step.params[at] for step, *_ in pairs if at < len(step.params)]
             before, after = [part.value for part in parts], [part.after for part in parts]
             there = [x for x in after if x is not None and not first.whole]
             if len(there) != len(tapes) or len({x.shape for x in (*before, *there)}) > 1:
@@ -403,9 +415,11 @@ def parted_by_closure(tapes: Sequence[Tape]) -> list[Finding]:
     return []
 
 
-def _is_joined(pairs: Sequence[tuple[Step, Step | None]], at: int) -> bool:
-    """Whether closures leave the same gradient of a parameter on all ranks: before the step, or behind it."""
-    for steps in zip(*pairs, strict=True):
+def _is_joined(pairs: Sequence[_OfClosure], at: int) -> bool:
+    """Whether closures bring a parameter's gradients together, or leave the same one on all ranks, before or behind."""
+    if all(tuple(step.params[at].value.shape) in sums for step, _, sums in pairs):
+        return True
+    for steps in zip(*((now, then) for now, then, _ in pairs), strict=True):
         params = [step.params[at] for step in steps if step is not None and at < len(step.params)]
         grads = [param.grad for param in params if param.grad is not None]
         if len(grads) == len(pairs) and all(_same_numbers(x, grads[0]) for x in grads):
@@ -417,21 +431,31 @@ def _same_numbers(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
 
 
-def _of_closures(tape: Tape) -> list[tuple[Step, Step | None]]:
-    """Steps in which closures run their backward, each with the next one of its optimizer."""
-    pairs: list[tuple[Step, Step | None]] = []
+_OfClosure = tuple[Step, Step | None, set[tuple[int, ...]]]
+
+
+def _of_closures(tape: Tape) -> list[_OfClosure]:
+    """Steps in which closures run their backward, each with the next one of its optimizer.
+
+    Also the shapes of what is summed over the ranks between two backwards of one step.
+    """
+    pairs: list[_OfClosure] = []
     last, runs = None, False
+    behind, sums = set[tuple[int, ...]](), set[tuple[int, ...]]()
     for event in tape.events:
-        if isinstance(event, Lost):
-            runs = runs or "backward begins" in event.what
+        if isinstance(event, Lost) and "backward begins" in event.what:
+            runs, sums = True, sums | behind
+        elif isinstance(event, Sent) and is_sum(event):
+            behind.update(event.shapes)
         elif isinstance(event, Root):
             last = None
         elif isinstance(event, Step):
             if last is not None and runs:
-                pairs.append((last, event if event.optimizer == last.optimizer else None))
+                pairs.append((last, event if event.optimizer == last.optimizer else None, sums))
             last, runs = (event if event.optimizer >= 0 else None), False
+            behind, sums = set(), set()
     if last is not None and runs:
-        pairs.append((last, None))
+        pairs.append((last, None, sums))
     return pairs
 
 
@@ -478,16 +502,39 @@ def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
     names = [[p.name for e in tape.events if isinstance(e, Step) for p in e.params] for tape in tapes]
     if len({tuple(sorted(set(each))) for each in names}) > 1:
         return []  # other programs
-    kinds = [[e for e in tape.events if isinstance(e, (Root, Step, Tape))] for tape in tapes]
+    kinds = [[e for e in tape.events if isinstance(e, (Root, Step))] for tape in tapes]
     for at in range(min(map(len, kinds))):
         these = [each[at] for each in kinds]
         steps = [rank for rank, event in enumerate(these) if isinstance(event, Step)]
         if 0 < len(steps) < len(tapes):
             rank = steps[0]
+            if not _steps_between_calls(tapes):
+                return []  # more backwards than the others' for one step
             place = with_text(tapes[rank].places, these[rank].site)
             said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters part"
             return [finding("GM201", said, place, None, range(len(tapes)))]
     return []
+
+
+def _steps_between_calls(tapes: Sequence[Tape]) -> bool:
+    """Whether a rank takes fewer steps than another one between two calls that both make."""
+    counted: dict[str, list[list[int]]] = {}
+    for tape in tapes:
+        own: dict[str, list[int]] = {}
+        for event in tape.events:
+            if isinstance(event, Step):
+                for counts in own.values():
+                    counts[-1] += 1
+            elif isinstance(event, Sent) and len(event.group) > 1 and event.kind not in ("send", "recv"):
+                own.setdefault(event.name, []).append(0)
+        for name, counts in own.items():
+            counted.setdefault(name, []).append(counts)
+    return any(
+        # More steps may follow the last call that was seen.
+        any(at + 1 < len(counts) and counts[at] < max(each) for counts in every if at < len(counts))
+        for every in counted.values()
+        for at, each in enumerate(zip(*every, strict=False))
+    )
 
 
 def idle_apart(tapes: Sequence[Tape]) -> list[Finding]:
@@ -520,10 +567,21 @@ def idle_apart(tapes: Sequence[Tape]) -> list[Finding]:
     return []
 
 
-def sends_nothing(tapes: Sequence[Tape | None]) -> bool:
-    """Whether each rank trains for itself, as far as was seen: no more than numbers and first values are sent."""
-    sent = [event for tape in tapes if tape is not None for event in tape.events if isinstance(event, Sent)]
-    return all(event.kind in ("broadcast", "barrier") or _entries(event) <= 1 for event in sent)
+def sends_nothing(tapes: Sequence[Tape | None], *, at_last: bool = False) -> bool:
+    """Whether each rank trains for itself, as far as was seen: no more than numbers and first values are sent.
+
+    Args:
+        tapes: of the ranks.
+        at_last: look at what is between the last two steps of an optimizer alone.
+    """
+    for tape in (tape for tape in tapes if tape is not None):
+        steps = [(at, event) for at, event in enumerate(tape.events) if isinstance(event, Step)]
+        same = [at for at, event in steps if event.optimizer == steps[-1][1].optimizer]
+        events = tape.events[same[-2] : same[-1]] if at_last and len(same) > 1 else tape.events
+        sent = [event for event in events if isinstance(event, Sent) and len(event.group) > 1]
+        if not all(event.kind in ("broadcast", "barrier") or _entries(event) <= 1 for event in sent):
+            return False
+    return True
 
 
 def averages_values(tapes: Sequence[Tape | None]) -> Place | None:
@@ -548,6 +606,19 @@ def averages_values(tapes: Sequence[Tape | None]) -> Place | None:
     return None
 
 
+def buffers_together(tapes: Sequence[Tape | None], names: Sequence[str]) -> Place | None:
+    """The line where ranks average buffers after a step, or send them; None without one for each of them."""
+    places: dict[str, Place | None] = {}
+    for tape in (tape for tape in tapes if tape is not None):
+        label_stepped(tape)
+        first = next(
+            (at for at, event in enumerate(tape.events) if isinstance(event, Step)), len(tape.events)
+        )
+        for event in (event for event in tape.events[first:] if isinstance(event, Sent)):
+            places |= dict.fromkeys(event.buffers, with_text(tape.places, event.site))
+    return places[names[0]] if places.keys() >= set(names) else None
+
+
 def _entries(event: Sent) -> int:
     """How many numbers a rank hands in."""
     return sum(math.prod(shape) for shape in event.shapes)
@@ -561,12 +632,13 @@ _REMEDY = (
 
 def targets_apart(context: Context, following: Sequence[Segment]) -> list[Finding]:
     """What is moved towards a parameter that ranks share, by the same part of the way, and differs between them."""
+    taken = [context.taken(rank) for rank in range(len(context.tapes))]
     for later in following:
         for got in context.got:
             if len(got.parts) < 2 or got.parts[0].param.whole:
                 continue
             steps = [(context.segment.steps[rank][0], later.steps[rank][0]) for rank in got.ranks]
-            for name in set.intersection(*({*now.frozen, *now.buffers} & now.taken for now, _ in steps)):
+            for name in set.intersection(*(taken[rank] for rank in got.ranks)):
                 values = [_held(now, name) for now, _ in steps]
                 shares = [
                     _kept(value, _held(then, name), part.param.after)
@@ -825,9 +897,9 @@ def _product(context: Context, rank: int, number: int) -> tuple[Tensor, str] | N
             if operand is None and name in _PRODUCTS and made.intersection(taken):
                 others = [x for n in taken if n not in made and (x := context.tensor(rank, n)) is not None]
                 operand, after = (others[-1].detach() if others else None), set(event.outs)
-            elif name in _MOVES and made.intersection(taken):
+            elif name in MOVES and made.intersection(taken):
                 made.update(event.outs)
-            if after.intersection(taken) and (name in _MOVES or name.startswith("add")):
+            if after.intersection(taken) and (name in MOVES or name.startswith("add")):
                 after.update(event.outs)
         elif isinstance(event, Sent) and event.followed and after.intersection(taken) and operand is not None:
             return operand, "all_gather" if event.kind.startswith("all_gather") else event.kind
@@ -835,18 +907,6 @@ def _product(context: Context, rank: int, number: int) -> tuple[Tensor, str] | N
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "matmul", "linear", "convolution"}
-_MOVES = {
-    "t",
-    "transpose",
-    "view",
-    "_unsafe_view",
-    "clone",
-    "alias",
-    "detach",
-    "permute",
-    "expand",
-    "unsqueeze",
-}
 
 
 def unwaited(tapes: Sequence[Tape]) -> list[Finding]:
