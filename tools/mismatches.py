@@ -7,6 +7,10 @@ Each mismatch is a pair of calls: rank 0 makes the first and rank 1 the second. 
 Backward both ranks make both, and each rank's loss uses its own; twice backward both gradients are taken, and each rank
 goes on from its own. Then each rank makes one more call, as a training step does. A cell says what both ranks raised,
 and how long it took.
+
+Under the deferred check every cell has a world of its own, whose ranks have made the calls of the pair before, so that
+no call is compared ahead; and an optimizer steps at the end. A cell says so if it stepped on some rank. With
+`--new-calls` the calls are made for the first time.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from torch import Tensor
 
 import gradmesh as gm
 
-BACKENDS = ("threads", "shm", "gloo")
+BACKENDS = ("threads", "shm", "gloo", "gloo deferred", "simulated device")
+"""The last two are the deferred check: selected on Gloo, and the default of a device, here that of the tests."""
 FORMS = ("forward", "backward", "second backward")
 PATIENCE = 20.0
 
@@ -152,9 +157,45 @@ def heard(name: str, form: str) -> tuple[str, float]:
     return "", time.monotonic() - begin
 
 
-def cell(name: str, form: str, ranks: gm.Ranks) -> str:
+def heard_later(name: str, form: str, on_device: bool) -> tuple[str, float]:
+    """The same under the deferred check; with the device of the tests, on it."""
+    if on_device:
+        from tests import simulated_device
+
+        found: tuple[str, float] = simulated_device.on_device(_stepped, name, form)
+        return found
+    with gm.check("deferred"):
+        return _stepped(name, form)
+
+
+def _stepped(name: str, form: str) -> tuple[str, float]:
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    optimizer.step()
+    gm.all_gather(torch.zeros(1))
+    optimizer.step()
+    begin, stepped = time.monotonic(), ""
+    try:
+        provoked(name, form)
+        optimizer.step()
+        stepped = STEPPED
+        gm.all_gather(torch.zeros(1))
+        optimizer.step()
+    except gm.GradmeshError as error:
+        return stepped + str(error), time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+STEPPED = "after a step: "
+
+
+def cell(name: str, form: str, ranks: gm.Ranks, backend: str) -> str:
     """A mismatch in one form, as the table has it."""
-    outcomes = ranks.run(heard, name, form)
+    if backend in BACKENDS[3:]:
+        outcomes = ranks.run(heard_later, name, form, backend == BACKENDS[4])
+    else:
+        outcomes = ranks.run(heard, name, form)
     if not any(text for text, _ in outcomes):
         return "**silent**"
     if not all(text for text, _ in outcomes):
@@ -162,19 +203,24 @@ def cell(name: str, form: str, ranks: gm.Ranks) -> str:
     both = all("rank 0" in text and "rank 1" in text for text, _ in outcomes)
     lines = all("mismatches.py:" in text for text, _ in outcomes)
     said = "both calls" if both else "one rank"
+    if any(text.startswith(STEPPED) for text, _ in outcomes):
+        said = f"**after a step**, {said}"
     return f"{said}{', lines' if lines else ''}, {1000 * max(after for _, after in outcomes):.0f} ms"
 
 
 def cells(name: str, backend: str) -> list[str]:
     """A mismatch in every form on one backend. A launch that fails is followed by another."""
     found: list[str] = []
+    world = "gloo" if backend in BACKENDS[3:] else backend
     while len(found) < len(FORMS):
         begin = time.monotonic()
         try:
-            with gm.Ranks(2, backend=backend, timeout=PATIENCE) as ranks:
+            with gm.Ranks(2, backend=world, timeout=PATIENCE) as ranks:
                 while len(found) < len(FORMS):
                     begin = time.monotonic()
-                    found.append(cell(name, FORMS[len(found)], ranks))
+                    found.append(cell(name, FORMS[len(found)], ranks, backend))
+                    if backend in BACKENDS[3:]:
+                        break
         except gm.RankError as error:
             kind = re.search(r"failed with \w+", str(error))
             found.append(f"the launch: {kind[0] if kind else 'RankError'}, {time.monotonic() - begin:.1f} s")

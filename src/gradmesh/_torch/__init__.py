@@ -19,7 +19,7 @@ from gradmesh._torch.compilers import (
     ordered_effect,
     resolve_group,
 )
-from gradmesh._torch.groups import duplicate_group, is_known, join_through
+from gradmesh._torch.groups import abort_group, default_store, duplicate_group, is_known, join_through
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -72,6 +72,7 @@ __all__ = [
     "DispatchMode",
     "LastPass",
     "_RankWorld",
+    "abort_group",
     "accumulates",
     "adopt_thread",
     "after_pass",
@@ -83,6 +84,7 @@ __all__ = [
     "compiling",
     "constant_to_compilers",
     "default_group",
+    "default_store",
     "dispatched_name",
     "duplicate_group",
     "enters_graphs",

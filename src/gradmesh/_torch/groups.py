@@ -54,6 +54,24 @@ def is_known(group: dist.ProcessGroup | None) -> bool:
     return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
+def default_store() -> Any:
+    """The store of the process group of all ranks."""
+    world: Any = dist.group.WORLD
+    return dist.distributed_c10d._world.pg_map[world][1]
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Abort the pending calls of a group; does nothing on backends that cannot, such as Gloo."""
+    if _ABORT is not None:
+        _ABORT(group)
+
+
+_ABORT = find(
+    "torch._C._distributed_c10d.ProcessGroup.abort",
+    without="a rank that waits on a device for a mismatched call waits until the timeout of its process group",
+)
+
+
 def _backend(group: dist.ProcessGroup) -> str:
     """The backend for CPU tensors."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))

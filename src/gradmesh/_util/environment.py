@@ -77,7 +77,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-CHECK_LEVELS = {"0": 0, "1": 1, "full": 2}
+CHECK_LEVELS = {"0": 0, "1": 1, "deferred": 3, "full": 2}
 """The check levels, by value of GRADMESH_CHECK."""
 
 
@@ -100,10 +100,18 @@ def _chunk(text: str) -> int:
 CHECK = Variable(
     "GRADMESH_CHECK",
     default="1",
-    expected="0, 1 or full",
-    meaning="what the ranks compare before anything is sent: 1 their calls, full their values too, 0 nothing; has to "
-    "be the same on every rank (see gradmesh.check)",
+    expected="0, 1, deferred or full",
+    meaning="what the ranks compare before anything is sent: 1 their calls, full their values too, 0 nothing; with "
+    "deferred their calls, afterwards; has to be the same on every rank (see gradmesh.check)",
     parse=_level,
+)
+HANG = Variable(
+    "GRADMESH_HANG",
+    default="0",
+    expected="a number of seconds, 0 or more",
+    meaning="for the deferred check: seconds after which ranks that wait for a rank which makes no call raise, even if "
+    "that rank may still run; 0: only if it cannot continue, which is found in about a second",
+    parse=_count,
 )
 RECYCLE = Variable(
     "GRADMESH_RECYCLE",
@@ -128,7 +136,7 @@ TRACEBACK = Variable(
     parse=("short", "full").index,
 )
 
-VARIABLES: tuple[Variable[int], ...] = (CHECK, RECYCLE, SHM_CHUNK, TRACEBACK)
+VARIABLES: tuple[Variable[int], ...] = (CHECK, HANG, RECYCLE, SHM_CHUNK, TRACEBACK)
 
 
 def table() -> str:

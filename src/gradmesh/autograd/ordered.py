@@ -402,7 +402,10 @@ def join(loss: Tensor | None) -> Tensor:
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [1.0, 1.0]
     """
-    return _current("join").join(loss)
+    joined = _current("join").join(loss)
+    if not compiling() and (check := rank_state().deferred_check) is not None:
+        check.flush()
+    return joined
 
 
 def backward(loss: Tensor | None, gradient: Tensor | None = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The check level: whether the ranks compare nothing, their calls, or their values too."""
+"""The check level: whether the ranks compare nothing, their calls, now or deferred, or their values too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from gradmesh._util.environment import CHECK, CHECK_LEVELS
 from gradmesh.errors import ArgumentError, message
 from gradmesh.runtime.state import rank_state
 
-Level = Literal[0, 1, "full"]
+Level = Literal[0, 1, "deferred", "full"]
 
 CALLS = CHECK_LEVELS["1"]
 """Compare the ranks' calls."""
+DEFERRED = CHECK_LEVELS["deferred"]
+"""Compare the ranks' calls after they were made."""
 FULL = CHECK_LEVELS["full"]
 """Compare the values of their operands too."""
 
@@ -25,7 +27,7 @@ _blocks = [0]
 
 
 def check_level() -> int:
-    """The current level on this rank: 0, `CALLS` or `FULL`."""
+    """The current level on this rank: 0, `CALLS`, `DEFERRED` or `FULL`."""
     level = rank_state().check if _blocks[0] else None
     if level is not None:
         return level
@@ -36,7 +38,13 @@ def check_level() -> int:
 def check(level: Level) -> Iterator[None]:
     """Set the check level inside a block that every rank enters.
 
-    At level "full" the values are compared too, forward and backward:
+    At level 1 the calls are compared before anything is sent. Calls on tensors off the CPU are compared after they were
+    made instead, since a message before would have to wait for the device; so is every call at level "deferred", except
+    on shm and threads, where comparing costs nothing. The error then comes at the rank's next call, or before an
+    optimizer uses the gradients, at `gradmesh.join` and at the end of a launched function; the ranks' groups cannot be
+    used any more.
+
+    At level "full" the values of CPU tensors are compared too, forward and backward:
 
     * `MismatchError` if an R or I operand, or the gradient of a result with `dst=gm.I`, is not bitwise equal on every
       rank.
@@ -48,9 +56,9 @@ def check(level: Level) -> Iterator[None]:
       the end of the block; and if DDP or FSDP averages the gradients of such a loss (see `gradmesh.objective`).
 
     Args:
-        level: 0: compare nothing; 1 (default): each rank's calls, forward and backward; "full": the values too. The
-            environment variable GRADMESH_CHECK sets the level outside of any block. It has to be the same on every
-            rank.
+        level: 0: compare nothing; 1 (default): each rank's calls, forward and backward; "deferred": the same after the
+            calls; "full": the values too. The environment variable GRADMESH_CHECK sets the level outside of any block.
+            It has to be the same on every rank.
 
     Raises:
         ArgumentError: another level.
@@ -68,7 +76,7 @@ def check(level: Level) -> Iterator[None]:
             message(
                 "invalid check level",
                 op="check",
-                expected='0, 1 or "full"',
+                expected='0, 1, "deferred" or "full"',
                 got=repr(level),
                 remedy='use gradmesh.check(1) to compare the calls, gradmesh.check("full") to compare the values too',
             )

@@ -109,6 +109,19 @@ class Suspects(Protocol):
         """Warn of what has not changed, and forget all."""
 
 
+class DeferredCheck(Protocol):
+    """The comparison of calls after they were made; see `gradmesh.transport.deferred_check`."""
+
+    def flush(self) -> None:
+        """Wait until the calls that this rank has made were compared."""
+
+    def finish(self) -> None:
+        """The function of the rank has returned: compare its last calls."""
+
+    def verdict(self, error: Exception) -> Exception | None:
+        """The error that a failed call of a backend is a consequence of, if there is one."""
+
+
 class Instrument:
     """Watches the calls of one rank; `installed` registers it. Each event does nothing unless a subclass overrides it.
 
@@ -217,6 +230,7 @@ class RankState:
         check: the check level (`gradmesh.runtime.checking`); None: that of the environment variable.
         instruments: what watches the rank's calls, innermost first.
         suspects: what the level "full" found, to be reported when a gradient is used.
+        deferred_check: the comparison of calls after they were made; None: no call was deferred.
         reorderable: whether compilers may reorder the collectives of functions that are compiled now.
         posted: pending point-to-point sends, each with the tensor that it is sent from.
         waits_at_exit: whether the process waits for them at exit.
@@ -229,6 +243,7 @@ class RankState:
     mesh_world: dist.ProcessGroup | None = None
     check: int | None = None
     suspects: Suspects | None = None
+    deferred_check: DeferredCheck | None = None
     reorderable: bool = False
     instruments: tuple[Instrument, ...] = ()
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
@@ -272,11 +287,15 @@ def run_to_end(run: Callable[[], T]) -> T:
 
     Raises:
         OrderError: it returned without waiting for an async call.
+        MismatchError: the deferred check found that its calls differ from those of another rank.
     """
-    started = rank_state().started
+    state = rank_state()
+    started = state.started
     try:
         result = run()
         started.check(at_the_end=True)
+        if state.deferred_check is not None:
+            state.deferred_check.finish()
     finally:
         started.abandon()
     return result

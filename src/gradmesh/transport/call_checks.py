@@ -279,6 +279,7 @@ class CallRecord:
         site: its call site.
         peer_flags: the flags of every rank, if they differ.
         traced: in a traced program, its sequence number as a tensor that exists when the program runs.
+        compared_later: whether the other ranks' flags are unknown, because the comparison is deferred.
         deferral: defers the gradient reduction instead of sending in backward.
     """
 
@@ -292,6 +293,7 @@ class CallRecord:
     site: Site = None
     peer_flags: Sequence[int] | None = None
     traced: Tensor | None = None
+    compared_later: bool = False
     deferral: DefersReduction | None = None
 
     @property
@@ -313,7 +315,7 @@ class CallRecord:
     def all_zero(self) -> bool:
         """Whether no rank had a gradient, as far as that was compared."""
         flags = [self.flags] if self.peer_flags is None else self.peer_flags
-        return self.number > 0 and all(f & ZERO_GRAD for f in flags)
+        return self.number > 0 and not self.compared_later and all(f & ZERO_GRAD for f in flags)
 
     def sibling(self) -> CallRecord:
         """A record for another call with the same role and origin."""
@@ -344,7 +346,7 @@ class CallRecord:
 class Calls:
     """One rank's counter of the calls on a group."""
 
-    __slots__ = ("functions", "local", "local_digest", "lock", "number", "words")
+    __slots__ = ("functions", "local", "local_digest", "lock", "log", "number", "words")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -358,6 +360,8 @@ class Calls:
         self.words: list[str] = []
         self.functions = Functions()
         """User-written autograd Functions that call verbs."""
+        self.log: Any = None
+        """The log of the deferred check, if a call on the group was deferred."""
 
     def note(self, signature: Signature, recorded: CallRecord) -> None:
         """Count a call that sends nothing."""
@@ -385,6 +389,13 @@ class OpCallCheck(CallCheck):
     Args:
         signature: the signature of the call.
         recorded: its metadata; None where no backward can be recorded.
+        deferred: whether the ranks compare it after it was made.
+        ahead: if so, whether the first such call is compared before it is made nevertheless.
+
+    Attributes:
+        balance: the checksum of its counts, if deferred.
+        refused: why this rank aborted it, if deferred; "": it did not.
+        site: its call site, if deferred.
     """
 
     __slots__ = (
@@ -394,7 +405,12 @@ class OpCallCheck(CallCheck):
         "_preceding",
         "_record",
         "_signature",
+        "ahead",
+        "balance",
         "calls",
+        "deferred",
+        "refused",
+        "site",
     )
 
     sends_positions: bool = True
@@ -402,7 +418,16 @@ class OpCallCheck(CallCheck):
     calls: Calls
     """The counter of the calls on the group, set when the transport is chosen."""
 
-    def __init__(self, signature: Signature, recorded: CallRecord | None) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        recorded: CallRecord | None,
+        *,
+        deferred: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        self.deferred, self.ahead, self.balance, self.refused = deferred, ahead, 0, ""
+        self.site: Site = None
         self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
         self.peer_flags = None
@@ -434,7 +459,7 @@ class OpCallCheck(CallCheck):
             calls.functions.note(self._forward_node, calls.number, self._signature.text)
         of: tuple[int, ...] = ()
         if (recorded := self._record) is not None:
-            recorded.number = calls.number
+            recorded.number, recorded.compared_later = calls.number, self.deferred
             if (origin := recorded.origin) is not None:
                 of = _ROLE_NUMBER[recorded.role], origin.number, origin.local
         if of or calls.local:
@@ -458,6 +483,9 @@ class OpCallCheck(CallCheck):
             return
         if self._record is not None:
             self._record.peer_flags = peer_flags
+        self._verify(peer_flags)
+
+    def _verify(self, peer_flags: Sequence[int]) -> None:
         if self.sends_positions and conflicting(peer_flags):
             self._refuse(
                 "the ranks run the backward of different calls of an autograd.Function",
@@ -465,9 +493,7 @@ class OpCallCheck(CallCheck):
                 got=show_flags(peer_flags, self._function_calls),
                 remedy=_OUTSIDE,
             )
-        if any(flags & NEEDS_BACKWARD for flags in peer_flags) and not all(
-            flags & (NEEDS_BACKWARD | CAN_BACKWARD) for flags in peer_flags
-        ):
+        if _cannot_join(peer_flags):
             self._refuse(
                 "some ranks will run the backward of this call, and other ranks cannot",
                 expected="gradients recorded on every rank, or on no rank",
@@ -495,12 +521,39 @@ class OpCallCheck(CallCheck):
 
     def said(self) -> str:
         """The call, its call site, its forward call, and the calls before it that sent nothing."""
-        text = f"{self._signature.text} {show_site(call_site())}"
+        if self.refused:
+            return self.refused
+        text = f"{self._signature.text} {show_site(self.site if self.deferred else call_site())}"
         if self._record is not None:
             text += self._record.of()
         if self._function_calls is not None:
             text += f", {self._function_calls}"
         return f"{text}, after {' and '.join(self._preceding)}" if self._preceding else text
+
+    @property
+    def kind(self) -> int:
+        """A number that differs between calls of other signatures, and between forward and the passes of backward."""
+        role, origin = ("", None) if self._record is None else (self._record.role, self._record.origin)
+        return hash((self._signature.digest, role, None if origin is None else origin.role))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it is the backward of a call."""
+        return self._record is not None and self._record.role == BACKWARD
+
+    def mismatch(self, words: list[str], flags: Sequence[int] | None) -> Exception:
+        """The error of the deferred check: the calls differ, or the flags of the ranks conflict.
+
+        Args:
+            words: the descriptions of the calls, in rank order.
+            flags: every rank's flags, if it is they that conflict.
+        """
+        if flags is not None:
+            try:
+                self._verify(flags)
+            except MismatchError as error:
+                return error
+        return self.refusal(words)
 
     def refusal(self, words: list[str]) -> Exception:
         """One table: what each rank called, where, and the remedy."""
@@ -533,6 +586,18 @@ class OpCallCheck(CallCheck):
                 remedy=remedy,
             )
         )
+
+
+def _cannot_join(peer_flags: Sequence[int]) -> bool:
+    """Whether some rank will run the backward of a call, and another one cannot."""
+    return any(flags & NEEDS_BACKWARD for flags in peer_flags) and not all(
+        flags & (NEEDS_BACKWARD | CAN_BACKWARD) for flags in peer_flags
+    )
+
+
+def flags_conflict(peer_flags: Sequence[int]) -> bool:
+    """Whether the flags of the ranks are an error; see `OpCallCheck.settle`."""
+    return conflicting(peer_flags) or _cannot_join(peer_flags)
 
 
 _SAME_OPERANDS = "the same call, with operands of the same dtype and sizes, on every rank"

@@ -8,8 +8,8 @@ never blocks.
 The transport for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
 different collectives hang. So for CPU tensors a checked call first exchanges eight bytes; where these differ, the ranks
-exchange descriptions of their calls. Tensors on other devices are not compared: the exchange would have to wait for the
-device.
+exchange descriptions of their calls. For tensors on other devices, and at level "deferred", the comparison follows
+later (`deferred_check.py`): an exchange before the call would have to wait for the device.
 
 The transport for groups of gradmesh's own backends, which share memory.
 Their groups are called directly, because torch.distributed's functions take a tenth of a small call. The call check is
@@ -335,6 +335,11 @@ class TorchGroup(GroupTransport):
         call_check = self.take_check()
         if call_check is None:
             return
+        if call_check.deferred:
+            from gradmesh.transport.deferred_check import note
+
+            note(self.axis, call_check, balance(self.axis.rank, send, receive) if send or receive else 0)
+            return
         bits = call_check.digest & ~FLAGS
         head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
         heads = self._heads(head)
@@ -347,6 +352,12 @@ class TorchGroup(GroupTransport):
         """Take part in the comparison with a digest that matches no other."""
         call_check = self.take_check()
         if call_check is None:
+            return
+        if call_check.deferred:
+            from gradmesh.transport.deferred_check import note
+
+            call_check.digest = ~call_check.digest
+            note(self.axis, call_check, refused=refusal_text(error))
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller raises its own error

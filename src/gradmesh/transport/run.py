@@ -11,9 +11,10 @@ from torch import Tensor
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
 from gradmesh._util.structure import Packed
+from gradmesh.backends.process_group import OwnGroup
 from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Transport
-from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.checking import DEFERRED, FULL, check_level
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import INSTALLED, rank_state, watched
 from gradmesh.transport import compiling, group_cache, profiling, transport
@@ -110,8 +111,13 @@ def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Te
                 return sent(op, x, wire)
         return sent(op, x, wire)
     except Exception as error:
-        rank_state().started.abandon()
+        state = rank_state()
+        state.started.abandon()
         wire.withdraw(error)
+        if state.deferred_check is not None and isinstance(error, RuntimeError):
+            found = state.deferred_check.verdict(error)
+            if found is not None:
+                raise found from error
         raise
 
 
@@ -135,13 +141,19 @@ def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | N
     has to be the same on every rank.
     """
     axis = op.axis
-    if axis.size == 1 or not x.is_cpu:
+    if axis.size == 1:
         return None
     level = check_level()
     if not level:
         return None
+    deferred = False
+    if not x.is_cpu or level == DEFERRED:
+        own = issubclass(type(axis.group), OwnGroup)
+        if own and not x.is_cpu:
+            return None
+        deferred = not own
     src: Type | None = getattr(op, "src", None)
-    compared = op.sends or (level == FULL and src in (R, I))
+    compared = op.sends or (level == FULL and src in (R, I) and not deferred)
     if not compared and (recorded is None or not recorded.flags & NEEDS_BACKWARD or not op.sends_back):
         return None
     memo, key = op.memo, (x.shape, x.dtype)
@@ -154,6 +166,8 @@ def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | N
             calls_of(transport_axis(axis).group).note(said, recorded)
     if not compared:
         return None
+    if deferred:
+        return OpCallCheck(said, recorded, deferred=True, ahead=x.is_cpu)
     return ValueCheck(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
 
 
@@ -180,7 +194,12 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
         error: why the call is aborted.
         peer: the other end of a point-to-point message.
     """
-    if compiling() or axis.size == 1 or not on_cpu(x, axis):
+    if compiling() or axis.size == 1:
+        return
+    level, here = check_level(), on_cpu(x, axis)
+    given = x.flat if isinstance(x, Packed) else x
+    deferred = level == DEFERRED or (not here and isinstance(given, Tensor) and not is_fake(given))
+    if not here and (peer is not None or not deferred):
         return
     if peer is not None:
         if peer not in range(axis.size) or peer == axis.rank:
@@ -191,9 +210,10 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
             )
         else:
             transport(axis).pass_over(peer)
-    elif check_level() and verb not in _SILENT:
-        words = f"{verb}, refused"
-        after_pending(axis, lambda: transport(axis, call_check(verb, str(axis), words)).withdraw(error))
+    elif level and verb not in _SILENT:
+        check = call_check(verb, str(axis), f"{verb}, refused")
+        check.deferred = deferred and not issubclass(type(axis.group), OwnGroup)
+        after_pending(axis, lambda: transport(axis, check).withdraw(error))
 
 
 def exchange_device(axis: Axis) -> torch.device:

@@ -21,8 +21,9 @@ from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Extremum
 from gradmesh.ops.base import refuse_unless_added
 from gradmesh.ops.shard import AllGatherInvariant
 from gradmesh.ops.sizes import EQUAL
-from gradmesh.runtime.checking import check_level
+from gradmesh.runtime.checking import DEFERRED, check_level
 from gradmesh.runtime.mesh import AxisLike, resolve
+from gradmesh.runtime.state import rank_state
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import call_check, calls_of
 from gradmesh.transport.run import on_cpu
@@ -162,13 +163,17 @@ def barrier(axis: AxisLike = None) -> None:
     """
     here = resolve(axis, "barrier")
     try:
-        if here.size == 1 or compiling() or not on_cpu(None, here) or not check_level():
+        level = check_level()
+        if here.size == 1 or compiling() or not level:
             dist.barrier(group=here.group)
             return
         signature, calls = call_check("barrier", str(here), "barrier()"), calls_of(here.group)
+        signature.deferred = group_cache(here.group) is None and (level == DEFERRED or not on_cpu(None, here))
         with calls.lock:
             if group_cache(here.group) is None:
                 in_plain_mode(transport(here, signature).compare)
+                if signature.deferred and (deferred := rank_state().deferred_check) is not None:
+                    deferred.flush()
             else:  # gradmesh's backends compare the calls of torch.distributed themselves
                 signature.calls = calls
                 signature.count()

@@ -1,0 +1,1192 @@
+"""The deferred check: the ranks compare their calls after they were made, without waiting for a device.
+
+A call appends its check to the log of its group, and is made at once. A thread of each rank sends the digests of new
+calls to the hub: a thread in the process of one rank, which compares the logs of all ranks. The logs are sent before an
+optimizer steps, by `gradmesh.join`, at the end of a launched function and at exit, where the rank waits for the answer;
+and four times a second otherwise. The first difference is an error on every rank of the group, with every rank's call:
+at its next call, or where it waits for the answer.
+
+Ranks that cannot continue are found too. A rank is blocked if calls of its are unmatched and none of its threads that
+make calls has moved for `_STILL` seconds. A blocked rank that waits for a rank which has ended, or for another blocked
+rank that waits for it, directly or not, raises DeadlockError. So does any rank that waits for longer than
+GRADMESH_HANG.
+
+A rank that is blocked in a call of torch cannot raise. So the process groups of such a rank are aborted, and the
+connections between the ranks' processes that C++ code has opened, such as those of Gloo, are shut down: the call
+returns, and raises.
+
+The connections are made over TCP rather than by a process group, since a collective would need every rank at the same
+time, and its thread could not be stopped. The first rank with a deferred call is the hub; its address and a random
+token, which every connection has to send first, are in the store of the process group. If its process ends before the
+others', the next one takes its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import warnings
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from gradmesh import _torch
+from gradmesh._util.call_sites import call_site, is_of_the_program, stack_of
+from gradmesh._util.environment import HANG
+from gradmesh.backends import threads
+from gradmesh.errors import CheckWarning, DeadlockError, MismatchError, message
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import rank_state
+from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed
+
+__all__ = ["Checker", "Log", "note"]
+
+_TICK = 0.25
+"""Seconds between two posts of a rank that waits for nothing."""
+_STILL = 0.5
+"""Seconds without a movement of its threads after which a rank with unmatched calls is blocked."""
+_STEP = 1.0
+"""Seconds that a rank waits before an optimizer step for the others to come to theirs."""
+_GRACE = 0.25
+"""Seconds that a rank gets to raise an error by itself before it is printed and the process groups are aborted."""
+_NOTICE = 5.0
+"""Seconds after which a rank prints for whom it waits, if that rank may only be busy."""
+_ANSWER = 1.0
+"""Seconds that the ranks get to describe their calls."""
+_CONNECT = 10.0
+"""Seconds to connect to the hub."""
+_AT_EXIT = 2.0
+"""Seconds that a rank waits at exit for the comparison of its last calls."""
+_HEAD = struct.Struct("!II")
+_WORD = 8
+_KEY = "gradmesh/deferred check"
+_RETURNED = "has returned from the launched function"
+
+Message = dict[str, Any]
+
+
+class _Connection:
+    """Messages over a socket: JSON and bytes, each with its length before it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._got = bytearray()
+        self._sending = threading.Lock()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, said: Message, blob: bytes = b"") -> bool:
+        """Send a message; False if the other end is gone."""
+        text = json.dumps(said).encode()
+        with self._sending:
+            try:
+                self.sock.sendall(_HEAD.pack(len(text), len(blob)) + text + blob)
+            except (OSError, ValueError):
+                return False
+        return True
+
+    def receive(self) -> list[tuple[Message, bytes]] | None:
+        """The messages that have arrived; None if the other end is gone."""
+        try:
+            some = self.sock.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except (OSError, ValueError):
+            return None
+        if not some:
+            return None
+        got, found = self._got, []
+        got += some
+        while len(got) >= _HEAD.size:
+            text, blob = _HEAD.unpack_from(got)
+            end = _HEAD.size + text + blob
+            if len(got) < end:
+                break
+            said = json.loads(got[_HEAD.size : _HEAD.size + text])
+            found.append((said, bytes(got[_HEAD.size + text : end])))
+            del got[:end]
+        return found
+
+    def close(self) -> None:
+        """Close the socket; a thread that reads from it is woken."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+# -- on each rank
+
+
+class Log:
+    """The calls of one rank on one group that were not compared yet.
+
+    Args:
+        checker: the rank's checker.
+        axis: the axis.
+
+    Attributes:
+        entries: the checks of the calls, in order; those that were compared are removed.
+        first: how many were removed.
+        posted: how many were sent to the hub.
+        known: whether the hub has the log.
+        last: the last call.
+    """
+
+    __slots__ = (
+        "_met",
+        "axis",
+        "checker",
+        "entries",
+        "first",
+        "group",
+        "known",
+        "last",
+        "members",
+        "name",
+        "posted",
+    )
+
+    def __init__(self, checker: Checker, axis: Axis) -> None:
+        self.checker = checker
+        self.group = weakref.ref(axis.group)
+        self.name: str = axis.group.group_name
+        self.members = list(axis.global_ranks)
+        self.axis = str(axis)
+        self.entries: list[OpCallCheck] = []
+        self.first = self.posted = 0
+        self.known = False
+        self.last: OpCallCheck | None = None
+        self._met: set[int] = set()
+
+    @property
+    def made(self) -> int:
+        """The number of calls that were made."""
+        return self.first + len(self.entries)
+
+    def note(self, check: OpCallCheck, balance: int, refused: str = "") -> None:
+        """Append a call, before it is made.
+
+        Args:
+            check: its check.
+            balance: the checksum of its counts.
+            refused: why this rank aborts the call instead.
+
+        Raises:
+            MismatchError: an earlier call differs between the ranks.
+            DeadlockError: ranks cannot continue.
+        """
+        checker = self.checker
+        if checker.error is not None and not refused:
+            checker.fail()
+        if checker.idles:
+            checker.resume()
+        check.site, check.balance, check.refused = call_site(), balance, refused
+        checker.threads.add(threading.get_ident())
+        self.entries.append(check)
+        self.last = check
+        if check.ahead and (kind := check.kind) not in self._met:
+            self._met.add(kind)
+            checker.flush([self])
+
+
+def note(axis: Axis, check: OpCallCheck, balance: int = 0, refused: str = "") -> None:
+    """Append a call to the log of its group; see `Log.note`."""
+    calls = check.calls
+    log = calls.log
+    if log is None or log.checker.closed:
+        log = calls.log = _open(axis)
+    if log is not None:
+        log.note(check, balance, refused)
+
+
+def _open(axis: Axis) -> Log | None:
+    state = rank_state()
+    checker = state.deferred_check
+    if not isinstance(checker, Checker) or checker.closed or not checker.is_of_this_world():
+        if isinstance(checker, Checker):
+            checker.close()
+        state.deferred_check = checker = Checker()
+    return checker.open(axis)
+
+
+class Checker:
+    """The deferred check of one rank.
+
+    Attributes:
+        error: the error that was found; every further call raises it.
+        logs: the logs of its groups, by name.
+        threads: the threads that make calls.
+        closed: whether it has ended.
+        idles: whether the function of the rank has returned.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.logs: dict[str, Log] = {}
+        self.threads: set[int] = {threading.get_ident()}
+        self.closed = self.idles = False
+        if threads.rank_locals() is None:
+            self.threads.add(threading.main_thread().ident or 0)
+        self.rank = dist.get_rank()
+        self._world = weakref.ref(dist.group.WORLD)
+        self._store = _own_store()
+        self._raised = self._refused = self._stepping = False
+        self._failed = ""
+        self._ends: list[list[str]] = []
+        self._off = ""
+        self._gone: dict[int, str] = {}
+        self._hub: Hub | None = None
+        self._hub_rank = -1
+        self._connection: _Connection | None = None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._take_place = None if threads.rank_locals() is None else threads.stand_in()
+        self._thread = threading.Thread(target=self._run, name="gradmesh deferred check", daemon=True)
+        _checkers.add(self)
+        _watch_steps()
+        self._thread.start()
+
+    def is_of_this_world(self) -> bool:
+        """Whether the process group that it was made in still exists."""
+        world = self._world()
+        return world is not None and dist.is_initialized() and dist.group.WORLD is world
+
+    def open(self, axis: Axis) -> Log:
+        """The log of a group."""
+        with self._lock:
+            name = axis.group.group_name
+            return self.logs.get(name) or self.logs.setdefault(name, Log(self, axis))
+
+    def fail(self) -> None:
+        """Raise the error that was found."""
+        assert self.error is not None
+        self._raised = True
+        raise self.error
+
+    def verdict(self, error: Exception) -> Exception | None:
+        """The error that a failed call of a backend is a consequence of, if there is one, once it is known."""
+        self._failed = str(error).partition("\n")[0]
+        deadline = time.monotonic() + _STILL + _ANSWER
+        with self._changed:
+            if not any(log.entries for log in self.logs.values()):
+                return self.error
+            self._post()
+            while self.error is None and not self._off and not self.closed and time.monotonic() < deadline:
+                self._changed.wait(_TICK)
+            self._raised = self.error is not None
+        return self.error
+
+    def finish(self) -> None:
+        """Compare the last calls of a function of the rank that has returned.
+
+        Raises:
+            MismatchError: calls differ between the ranks, and the function has not received that error.
+            DeadlockError: ranks cannot continue; as well.
+        """
+        if not self._raised:
+            try:
+                self.flush()
+            except (DeadlockError, MismatchError):
+                if not self._refused:
+                    raise
+        with self._lock:
+            if self._connection is not None and not self.closed:
+                self.idles = True
+                self._connection.send({"idle": _RETURNED})
+
+    def resume(self) -> None:
+        """The rank makes a call after its function had returned."""
+        with self._lock:
+            self.idles = False
+            if self._connection is not None:
+                self._connection.send({"idle": ""})
+
+    def flush(
+        self, logs: Iterable[Log] | None = None, seconds: float | None = None, *, step: bool = False
+    ) -> None:
+        """Wait until the calls that this rank has made were compared.
+
+        Args:
+            logs: the logs; None: all.
+            seconds: how long to wait at most.
+            step: an optimizer is about to use the gradients: wait until no other rank has a backward call more, too.
+
+        Raises:
+            MismatchError: calls differ between the ranks.
+            DeadlockError: ranks cannot continue.
+        """
+        if self.closed or os.getpid() != _process[0]:
+            return
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            wanted = [(log, log.made) for log in (self.logs.values() if logs is None else logs)]
+            if not step and all(log.first >= made for log, made in wanted) and self.error is None:
+                return
+            self._stepping = step
+            self._post(step=step)
+            while self.error is None and not self._off and not self.closed:
+                if all(log.first >= made for log, made in wanted) and not self._stepping:
+                    return
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                self._changed.wait(left)
+        if self.error is not None:
+            self.fail()
+        if self._off:
+            off, self._off = self._off, ""
+            self.close()
+            warnings.warn(
+                message(
+                    "the ranks' calls are not compared",
+                    op="check",
+                    expected="a TCP connection between the ranks' hosts, for the deferred check",
+                    got=off,
+                    remedy="open the ports between the hosts, or turn the check off: GRADMESH_CHECK=0",
+                ),
+                CheckWarning,
+                stacklevel=2,
+            )
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads and close the connections; called by any thread."""
+        with self._changed:
+            if self.closed:
+                return
+            self.closed = True
+            self._changed.notify_all()
+            if self._connection is not None:
+                self._connection.send({"bye": "has left the process group"})
+                self._connection.close()
+        if self._hub is not None:
+            self._hub.close()
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(_AT_EXIT)
+        for log in self.logs.values():
+            log.entries.clear()
+
+    def at_exit(self) -> None:
+        """Compare the last calls, and end."""
+        try:
+            self.flush(seconds=_AT_EXIT)
+        except (RuntimeError, ValueError) as error:
+            if not self._raised or self.error is error:
+                print(error, file=sys.stderr)
+        self.close()
+
+    def drop(self) -> None:
+        """In a forked child: close the sockets, and send nothing."""
+        self.closed = True
+        if self._connection is not None:
+            self._connection.sock.close()
+        if self._hub is not None:
+            self._hub.drop()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        if self._take_place is not None:
+            self._take_place()
+        try:
+            for generation in range(1 << 10):
+                if self.closed or self.error is not None:
+                    break
+                connection = self._connect(generation)
+                if connection is not None:
+                    self._talk(connection)
+                    connection.close()
+        except (OSError, RuntimeError, ValueError) as error:
+            with self._changed:
+                self._off = self._off or str(error).partition("\n")[0] or type(error).__name__
+                self._changed.notify_all()
+        finally:
+            if self.error is not None:
+                self._escalate()
+
+    def _connect(self, generation: int) -> _Connection | None:
+        """Connect to the hub of a generation, which this rank becomes if there is none; None if it has ended."""
+        key = f"{_KEY}/{generation}"
+        if self._store.check([key]):
+            address = self._store.get(key).decode()
+        else:
+            own = Hub(self._store, self.rank)
+            address = self._store.compare_set(key, "", own.address).decode()
+            if address == own.address:
+                self._hub = own
+                own.start()
+            else:
+                own.drop()
+        where = json.loads(address)
+        self._hub_rank = where["rank"]
+        for host in where["hosts"]:
+            with contextlib.suppress(OSError):
+                connection = _Connection(socket.create_connection((host, where["port"]), _CONNECT))
+                hello = {
+                    "token": where["token"],
+                    "rank": self.rank,
+                    "gone": {str(rank): how for rank, how in self._gone.items()},
+                }
+                connection.send(hello)
+                with self._changed:
+                    for log in self.logs.values():
+                        log.posted, log.known = log.first, False
+                    self._connection = connection
+                    self._post(step=self._stepping)
+                    if self.idles:
+                        connection.send({"idle": _RETURNED})
+                return connection
+        if generation > len(self._gone) + 8:
+            raise ConnectionError(f"no connection to {where['hosts']}, port {where['port']}")
+        return None
+
+    def _talk(self, connection: _Connection) -> None:
+        """Read from the hub until it or this rank ends."""
+        connection.sock.settimeout(_TICK)
+        still = _Still()
+        begin = time.monotonic()
+        while not self.closed:
+            messages = connection.receive()
+            if messages is None:
+                if self._hub_rank != self.rank:
+                    self._gone.setdefault(self._hub_rank, "has ended")
+                break
+            for said, _ in messages:
+                self._answer(connection, said)
+            if self.error is not None:
+                return
+            if time.monotonic() - begin < _TICK:
+                continue
+            begin = time.monotonic()
+            if not self.is_of_this_world():
+                self.close()
+                return
+            with self._lock:
+                self._post()
+                pending = any(log.entries for log in self.logs.values()) or self._stepping
+            blocked = pending and (bool(self._failed) or still.since(self.threads) > _STILL)
+            if not pending:
+                still.moved()
+            if blocked != still.reported:
+                still.reported = blocked
+                connection.send({"blocked": blocked})
+
+    def _post(self, *, step: bool = False) -> None:
+        """Send the digests of new calls, and that an optimizer is about to step; called with the lock."""
+        if self._connection is None:
+            return
+        logs, blob = [], bytearray()
+        for log in self.logs.values():
+            new = log.entries[log.posted - log.first :]
+            if log.known and not new:
+                continue
+            log.known = True
+            for values in (
+                [check.digest for check in new],
+                [check.flags | (_BACKWARD if check.in_backward else 0) for check in new],
+                [signed(check.balance) for check in new],
+            ):
+                blob += array("q", values).tobytes()
+            logs.append([log.name, log.posted, len(new), log.members])
+            log.posted += len(new)
+        if logs or step:
+            self._connection.send({"post": logs, "step": step}, bytes(blob))
+
+    def _answer(self, connection: _Connection, said: Message) -> None:
+        if "agreed" in said:
+            with self._changed:
+                for name, count in said["agreed"].items():
+                    log = self.logs[name]
+                    if count > log.first:
+                        del log.entries[: count - log.first]
+                        log.first = count
+                self._changed.notify_all()
+        elif "step" in said:
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
+        elif "ask" in said:
+            words = [self._words(name, index) for name, index in said["ask"]]
+            where = show_place(self.threads) + (
+                f", whose call failed: {self._failed}" if self._failed else ""
+            )
+            connection.send({"words": words, "number": said["number"], "where": where, "ends": connections()})
+        elif "closing" in said:
+            self._gone |= {int(rank): how for rank, how in said["closing"].items()}
+        elif "notice" in said:
+            print(said["notice"], file=sys.stderr, flush=True)
+        else:
+            self._found(said)
+
+    def _words(self, name: str, index: int) -> str:
+        """A call as text; "" if this rank did not make it, or no longer has it."""
+        log = self.logs.get(name)
+        if log is None:
+            return ""
+        with self._lock:
+            check = log.entries[index - log.first] if 0 <= index - log.first < len(log.entries) else None
+        if check is None and index == log.made - 1:
+            check = log.last
+        if check is None and index == log.made and self._stepping:
+            return f"no call before the step of an optimizer {show_place(self.threads)}"
+        return "" if check is None else check.said()
+
+    def _found(self, said: Message) -> None:
+        """Make the error that every further call raises."""
+        self._ends = said["ends"]
+        if "mismatch" in said:
+            name, index = said["mismatch"]
+            log = self.logs[name]
+            with self._lock:
+                check = log.entries[index - log.first] if index < log.made else log.last
+            assert check is not None
+            error = check.mismatch(said["words"], said["flags"])
+            self._refused = self._raised = bool(check.refused)  # it has raised the reason
+        else:
+            error = DeadlockError(
+                message(
+                    said["hang"],
+                    axis=self.logs[said["axis"]].axis if said["axis"] in self.logs else None,
+                    expected="every rank of an axis makes the same calls, in the same order",
+                    got="\n".join(said["words"]),
+                    remedy=_HANG_REMEDY,
+                )
+            )
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
+
+    def _escalate(self) -> None:
+        """Print the error if the rank has not raised it, and abort what it or its device waits for."""
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and not self._raised and not self.closed:
+            time.sleep(0.02)
+        if not self._raised and not self.closed:
+            print(self.error, file=sys.stderr, flush=True)
+        self._release()
+
+    def _release(self) -> None:
+        """Make the calls return that wait for other ranks."""
+        for log in self.logs.values():
+            group = log.group()
+            if group is not None and log.entries:
+                with contextlib.suppress(Exception):  # a backend that cannot abort
+                    _torch.abort_group(group)
+        shut_down(self._ends, self._store)
+
+
+class _Still:
+    """Since when the threads of a rank have not moved."""
+
+    def __init__(self) -> None:
+        self.reported = False
+        self._places: object = None
+        self._begin = time.monotonic()
+
+    def moved(self) -> None:
+        """Forget what was seen."""
+        self._places = None
+
+    def since(self, idents: Iterable[int]) -> float:
+        """Seconds in which none of the threads has moved."""
+        places = [(ident, [place[:2] for place in stack_of(ident)]) for ident in sorted(idents)]
+        if places != self._places:
+            self._places, self._begin = places, time.monotonic()
+        return time.monotonic() - self._begin
+
+
+def show_place(idents: Iterable[int]) -> str:
+    """The innermost line of the program in the first of these threads that is in one."""
+    for ident in sorted(idents, key=lambda ident: ident != threading.main_thread().ident):
+        for code, _, line in stack_of(ident):
+            if is_of_the_program(code.co_filename):
+                return f"at {code.co_filename}:{line} in {code.co_name}"
+    return "at an unknown place"
+
+
+def _own_store() -> Any:
+    """The store of the process group, by a connection of its own: a wait on the shared one would block this one."""
+    store = _torch.default_store()
+    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+        return store.clone()
+    return store
+
+
+_BACKWARD = 1 << 40
+"""Of the flags that are sent: the call is one of a backward."""
+_HANG_REMEDY = (
+    "compare the call sites above: make every call on every rank, or on none; where a rank's backward is missing, use "
+    "the result on every rank or run the step inside `with gradmesh.ordered():`"
+)
+
+_checkers: weakref.WeakSet[Checker] = weakref.WeakSet()
+_process = [os.getpid()]
+_hooked: list[object] = []
+_hooking = threading.Lock()
+
+
+def _watch_steps() -> None:
+    """Compare the calls before an optimizer uses the gradients, once per process."""
+    with _hooking:
+        if not _hooked:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            _hooked.append(register_optimizer_step_pre_hook(_before_step))
+            atexit.register(_end)
+            os.register_at_fork(after_in_child=_forked)
+
+
+def _before_step(*_: object) -> None:
+    checker = rank_state().deferred_check
+    if isinstance(checker, Checker) and checker.logs:
+        # A step within a backward does not end it.
+        checker.flush(step=not _torch.in_backward())
+
+
+def _end() -> None:
+    for checker in list(_checkers):
+        checker.at_exit()
+
+
+def _forked() -> None:
+    """A child has no threads of its parent, and must not keep the connections open."""
+    _process[0] = os.getpid()
+    for checker in list(_checkers):
+        checker.drop()
+
+
+# -- the hub
+
+
+@dataclass
+class _Peer:
+    """A rank as the hub sees it.
+
+    Attributes:
+        connection: its connection; None: it has ended.
+        blocked: since when it is blocked, by `time.monotonic`; None: it is not.
+        ended: how it has ended, or that it has returned; "": it runs.
+        steps: how many steps of optimizers it has announced.
+        stepping: since when it waits before a step; None: it does not.
+    """
+
+    connection: _Connection | None = None
+    blocked: float | None = None
+    ended: str = ""
+    steps: int = 0
+    stepping: float | None = None
+
+
+@dataclass
+class _Stream:
+    """What the hub has of the log of one rank, from the call with the number `start`: eight bytes a call each."""
+
+    start: int = 0
+    digests: bytearray = field(default_factory=bytearray)
+    flags: bytearray = field(default_factory=bytearray)
+    balances: bytearray = field(default_factory=bytearray)
+
+    @property
+    def count(self) -> int:
+        """The number of calls of the rank."""
+        return self.start + len(self.digests) // _WORD
+
+    def part(self, which: bytearray, first: int, last: int) -> array[int]:
+        """The numbers of some calls."""
+        return array("q", bytes(which[_WORD * (first - self.start) : _WORD * (last - self.start)]))
+
+    def forget(self, first: int) -> None:
+        """Drop the calls before one."""
+        if first > self.start:
+            size = _WORD * (first - self.start)
+            del self.digests[:size], self.flags[:size], self.balances[:size]
+            self.start = first
+
+
+@dataclass
+class _Group:
+    """The logs of one group.
+
+    Attributes:
+        members: its global ranks.
+        agreed: how many calls were compared.
+        failed: whether its ranks have an error.
+    """
+
+    members: list[int]
+    streams: dict[int, _Stream] = field(default_factory=dict)
+    agreed: int = 0
+    failed: bool = False
+
+    def count(self, rank: int) -> int:
+        """The number of calls of a rank."""
+        stream = self.streams.get(rank)
+        return self.agreed if stream is None else max(self.agreed, stream.count)
+
+    @property
+    def least(self) -> int:
+        """The number of calls that every rank has made."""
+        return min(map(self.count, self.members))
+
+    def late(self, rank: int) -> list[int]:
+        """The ranks that have made fewer calls than a rank."""
+        made = self.count(rank)
+        return [other for other in self.members if self.count(other) < made]
+
+    def compare(self) -> tuple[int, list[int] | None] | None:
+        """Compare the calls that all ranks have made.
+
+        Returns:
+            The number of the first call that differs, and the ranks' flags if they are what conflicts.
+        """
+        if any(rank not in self.streams for rank in self.members):
+            return None
+        streams = [self.streams[rank] for rank in self.members]
+        first, last = max(self.agreed, *(stream.start for stream in streams)), self.least
+        if last <= first:
+            return None
+        digests, flags, balances = (
+            [stream.part(which, first, last) for stream, which in zip(streams, column, strict=True)]
+            for column in zip(*((s.digests, s.flags, s.balances) for s in streams), strict=True)
+        )
+        same = all(one == digests[0] for one in digests) and all(one == flags[0] for one in flags)
+        if not same or any(map(any, balances)):
+            for number in range(last - first):
+                if len({one[number] for one in digests}) > 1 or sum(one[number] for one in balances) % 2**64:
+                    return first + number, None
+                seen = [one[number] & ~_BACKWARD for one in flags]
+                if len(set(seen)) > 1 and flags_conflict(seen):
+                    return first + number, seen
+        self.agreed = last
+        for stream in streams:
+            stream.forget(last)
+        return None
+
+
+@dataclass
+class _Question:
+    """What the hub asks ranks, and what it does with the answers."""
+
+    asked: dict[int, list[tuple[str, int]]]
+    then: Callable[[dict[int, Message]], None]
+    answers: dict[int, Message] = field(default_factory=dict)
+    deadline: float = field(default_factory=lambda: time.monotonic() + _ANSWER)
+
+
+class Hub:
+    """The thread that compares the logs of all ranks.
+
+    Args:
+        store: the store of the process group, for the address of the host.
+        rank: the rank.
+
+    Attributes:
+        address: where it listens and the token that a connection has to send first, for the store.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        interface, hosts = _hosts(store)
+        self._listener = socket.create_server((interface, 0), backlog=1024)
+        self._token = secrets.token_hex(16)
+        self.address = json.dumps(
+            {"rank": rank, "hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token}
+        )
+        self._select = selectors.DefaultSelector()
+        self._select.register(self._listener, selectors.EVENT_READ)
+        self._peers: dict[int, _Peer] = {}
+        self._ranks: dict[_Connection, int | None] = {}
+        self._groups: dict[str, _Group] = {}
+        self._questions: dict[int, _Question] = {}
+        self._asked = 0
+        self._noticed: set[str] = set()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="gradmesh deferred check hub", daemon=True)
+
+    def start(self) -> None:
+        """Start to listen."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; the ranks choose another hub."""
+        self._ending = True
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            with contextlib.suppress(OSError):  # wakes it
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join(_AT_EXIT)
+
+    def drop(self) -> None:
+        """Close the sockets, and send nothing."""
+        self._listener.close()
+        self._select.close()
+        for connection in self._ranks:
+            connection.sock.close()
+
+    def _run(self) -> None:
+        while not self._ending:
+            for key, _ in self._select.select(_TICK):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            for number, question in list(self._questions.items()):
+                if question.deadline < time.monotonic():
+                    self._finish(number)
+            self._let_step()
+            self._look_for_hangs()
+        gone = {rank: peer.ended for rank, peer in self._peers.items() if peer.ended and not peer.connection}
+        for connection in list(self._ranks):
+            connection.send({"closing": gone})
+            connection.close()
+        self._select.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        sock.settimeout(_CONNECT)
+        connection = _Connection(sock)
+        self._ranks[connection] = None
+        self._select.register(sock, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection) -> None:
+        messages = connection.receive()
+        if messages is None:
+            self._lose(connection, "has ended")
+            return
+        for said, blob in messages:
+            rank = self._ranks.get(connection)
+            if rank is None:
+                if not secrets.compare_digest(str(said.get("token")), self._token):
+                    self._lose(connection, "")
+                    return
+                self._ranks[connection] = int(said["rank"])
+                self._peers[int(said["rank"])] = _Peer(connection)
+                for other, how in said["gone"].items():
+                    self._peers.setdefault(int(other), _Peer(ended=how))
+            elif "post" in said:
+                if said["step"]:
+                    self._peers[rank].steps += 1
+                    self._peers[rank].stepping = time.monotonic()
+                self._posted(rank, said["post"], blob)
+            elif "blocked" in said:
+                self._peers[rank].blocked = time.monotonic() if said["blocked"] else None
+            elif "idle" in said:
+                self._peers[rank].ended = said["idle"]
+            elif "words" in said:
+                question = self._questions.get(said["number"])
+                if question is not None:
+                    question.answers[rank] = said
+                    if len(question.answers) == len(question.asked):
+                        self._finish(said["number"])
+            elif "bye" in said:
+                self._lose(connection, said["bye"])
+                return
+
+    def _lose(self, connection: _Connection, how: str) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._select.unregister(connection.sock)
+        connection.close()
+        rank = self._ranks.pop(connection, None)
+        if rank is not None:
+            peer = self._peers[rank]
+            peer.connection, peer.blocked, peer.ended = None, None, peer.ended or how
+
+    def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
+        at, changed = 0, []
+        for name, start, count, members in logs:
+            group = self._groups.get(name)
+            if group is None:
+                group = self._groups[name] = _Group(members)
+            stream = group.streams.get(rank)
+            if stream is None or stream.count != start:
+                stream = group.streams[rank] = _Stream(start)
+                group.agreed = max(group.agreed, start)
+            for which in (stream.digests, stream.flags, stream.balances):
+                which += blob[at : at + _WORD * count]
+                at += _WORD * count
+            changed.append((name, group))
+        advanced: dict[str, int] = {}
+        for name, group in changed:
+            before = group.agreed
+            if group.failed:
+                continue
+            found = group.compare()
+            if found is not None:
+                self._mismatch(name, group, *found)
+            elif group.agreed > before:
+                advanced[name] = group.agreed
+        for other in {rank for name in advanced for rank in self._groups[name].members}:
+            agreed = {name: count for name, count in advanced.items() if other in self._groups[name].members}
+            self._send(other, {"agreed": agreed})
+
+    def _send(self, rank: int, said: Message) -> None:
+        peer = self._peers.get(rank)
+        if peer is not None and peer.connection is not None and not peer.connection.send(said):
+            self._lose(peer.connection, "has ended")
+
+    def _ask(
+        self, asked: dict[int, list[tuple[str, int]]], then: Callable[[dict[int, Message]], None]
+    ) -> None:
+        """Have ranks describe calls; `then` gets the answers of those that gave one."""
+        self._asked += 1
+        reached = {rank: calls for rank, calls in asked.items() if self._runs(rank)}
+        self._questions[self._asked] = _Question(reached, then)
+        for rank, calls in reached.items():
+            self._send(rank, {"ask": calls, "number": self._asked})
+        if not reached:
+            self._finish(self._asked)
+
+    def _finish(self, number: int) -> None:
+        question = self._questions.pop(number)
+        question.then(question.answers)
+
+    def _runs(self, rank: int) -> bool:
+        peer = self._peers.get(rank)
+        return peer is not None and peer.connection is not None
+
+    def _mismatch(self, name: str, group: _Group, index: int, flags: list[int] | None) -> None:
+        group.failed = True
+
+        def then(answers: dict[int, Message]) -> None:
+            words = [
+                answers[rank]["words"][0]
+                if rank in answers
+                else f"a call that is not known: {self._how(rank)}"
+                for rank in group.members
+            ]
+            self._fail(group.members, answers, {"mismatch": [name, index], "words": words, "flags": flags})
+
+        self._ask({rank: [(name, index)] for rank in group.members}, then)
+
+    def _how(self, rank: int) -> str:
+        peer = self._peers.get(rank)
+        if peer is None:
+            return f"rank {rank} has made no call"
+        return f"rank {rank} {peer.ended or 'does not answer'}"
+
+    def _fail(self, ranks: Iterable[int], answers: dict[int, Message], said: Message) -> None:
+        """Send ranks their error, with the ends of the connections between all of them."""
+        ends = [end for answer in answers.values() for end in answer["ends"]]
+        for rank in ranks:
+            self._send(rank, {**said, "ends": ends})
+
+    # -- ranks that are about to use their gradients
+
+    def _let_step(self) -> None:
+        """Answer ranks that wait before a step, unless another rank has made a backward call more."""
+        for rank, peer in self._peers.items():
+            if peer.stepping is not None and peer.connection is not None and self._may_step(rank, peer):
+                peer.stepping = None
+                self._send(rank, {"step": peer.steps})
+
+    def _may_step(self, rank: int, peer: _Peer) -> bool:
+        assert peer.stepping is not None
+        patient = time.monotonic() - peer.stepping < _STEP
+        for name, group in self._groups.items():
+            if rank not in group.streams:
+                continue
+            if group.failed:
+                return False
+            made = group.count(rank)
+            if group.agreed < made:
+                return False
+            for other in group.members:
+                stream = group.streams.get(other)
+                if stream is not None and group.count(other) > made:
+                    if any(flags & _BACKWARD for flags in stream.part(stream.flags, made, stream.count)):
+                        self._mismatch(name, group, made, None)
+                        return False
+                elif patient and self._is_awaited(other, peer):
+                    return False
+        return True
+
+    def _is_awaited(self, other: int, stepping: _Peer) -> bool:
+        """Whether a rank has stepped as often as another one before that one's step, and may yet come to its own."""
+        peer = self._peers.get(other)
+        if peer is None:
+            return stepping.steps == 1
+        return not peer.ended and peer.blocked is None and peer.steps == stepping.steps - 1
+
+    # -- ranks that wait
+
+    def _waits(self, rank: int) -> dict[str, list[int]]:
+        """The groups in which calls of a rank are unmatched, each with the ranks that have not made the call."""
+        waits = {}
+        for name, group in self._groups.items():
+            if rank in group.streams and not group.failed and (late := group.late(rank)):
+                waits[name] = late
+        return waits
+
+    def _look_for_hangs(self) -> None:
+        now = time.monotonic()
+        blocked = {rank for rank, peer in self._peers.items() if peer.blocked is not None and not peer.ended}
+        waits = {rank: found for rank in blocked if (found := self._waits(rank))}
+        if not waits:
+            return
+        # The ranks that can go on: those that run, and those that wait only for ranks that can go on.
+        stuck = set(waits)
+        ended = {rank for rank, peer in self._peers.items() if peer.ended}
+        while True:
+            freed = {
+                rank
+                for rank in stuck
+                if not any(
+                    other in stuck or other in ended for late in waits[rank].values() for other in late
+                )
+            }
+            if not freed:
+                break
+            stuck -= freed
+        if stuck:
+            self._hang({rank: waits[rank] for rank in stuck}, "ranks wait for calls that no rank will make")
+            return
+        limit = HANG.value()
+        overdue = {
+            rank: waits[rank]
+            for rank in waits
+            if limit and now - (self._peers[rank].blocked or now) + _STILL >= limit
+        }
+        if overdue:
+            self._hang(overdue, f"ranks have waited for {limit} s for calls of a rank that makes none")
+            return
+        long = {rank: waits[rank] for rank in waits if now - (self._peers[rank].blocked or now) > _NOTICE}
+        if long:
+            self._notice(long)
+
+    def _table(
+        self, waits: dict[int, dict[str, list[int]]], then: Callable[[str, list[str], Any], None]
+    ) -> None:
+        """Describe where ranks wait and where the ranks are that they wait for."""
+        asked: dict[int, list[tuple[str, int]]] = {}
+        for rank, found in waits.items():
+            asked[rank] = [(name, self._groups[name].least) for name in found]
+        for found in waits.values():
+            for name, late in found.items():
+                for rank in late:
+                    if rank not in waits:
+                        asked.setdefault(rank, []).append((name, self._groups[name].count(rank) - 1))
+
+        def answered(answers: dict[int, Message]) -> None:
+            lines, axis = [], next(name for found in waits.values() for name in found)
+            for rank in sorted(asked):
+                answer = answers.get(rank)
+                for place, (name, index) in enumerate(asked[rank]):
+                    words = answer["words"][place] if answer else ""
+                    runs = answer is not None and not self._peers[rank].ended
+                    at = f"; it is {answer['where']}" if answer and runs else f"; {self._how(rank)}"
+                    if rank in waits:
+                        late = ", ".join(map(str, waits[rank][name]))
+                        lines.append(
+                            f"rank {rank}: waits for rank {late} in call {index + 1}, {words or 'unknown'}{at}"
+                        )
+                    else:
+                        last = f", the last one {words}" if words else ""
+                        lines.append(f"rank {rank}: has made {index + 1} calls{last}{at}")
+            then(axis, lines, answers)
+
+        self._ask(asked, answered)
+
+    def _hang(self, waits: dict[int, dict[str, list[int]]], problem: str) -> None:
+        names = {name for found in waits.values() for name in found}
+        for name in names:
+            self._groups[name].failed = True
+        ranks = sorted({*waits, *(rank for name in names for rank in self._groups[name].members)})
+
+        def then(axis: str, lines: list[str], answers: dict[int, Message]) -> None:
+            self._fail(ranks, answers, {"hang": problem, "axis": axis, "words": lines})
+
+        self._table(waits, then)
+
+    def _notice(self, waits: dict[int, dict[str, list[int]]]) -> None:
+        """Have one rank print who waits for whom, once for each call that is waited for."""
+        key = repr(sorted((name, self._groups[name].least) for found in waits.values() for name in found))
+        if key in self._noticed:
+            return
+        self._noticed.add(key)
+
+        def then(_: str, lines: list[str], __: object) -> None:
+            text = message(
+                "ranks wait for a rank that makes no call",
+                op="check",
+                got="\n".join(lines),
+                remedy="nothing, if that rank is busy; GRADMESH_HANG=60 makes a longer wait than 60 s an error",
+            )
+            self._send(min(waits), {"notice": text})
+
+        self._table(waits, then)
+
+
+# -- addresses and sockets
+
+
+def _hosts(store: Any) -> tuple[str, list[str]]:
+    """The interface to listen on, and the names of this host that the other ranks can try."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
+    host, port = getattr(store, "host", ""), getattr(store, "port", 0)
+    if alone or not host:
+        return ("127.0.0.1", ["127.0.0.1"]) if alone or not host else ("", [socket.getfqdn()])
+    family, kind, protocol, _, end = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(end)  # sends nothing
+        own: str = probe.getsockname()[0]
+    if own != end[0]:
+        return own, [own]
+    # The store is on this host: other hosts reach it by the name of the store.
+    return "", [host, own]
+
+
+def connections() -> list[list[str]]:
+    """Both ends of each TCP connection of this process, as the kernel writes them; Linux alone."""
+    return [[local, remote] for local, remote, _ in _sockets()]
+
+
+def _sockets() -> list[tuple[str, str, int]]:
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{fd}")
+                if target.startswith("socket:["):
+                    found[target[8:-1]] = int(fd)
+    rows = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{table}") as lines:
+            for columns in map(str.split, lines):
+                if columns[3] == "01" and columns[9] in found:
+                    rows.append((columns[1], columns[2], found[columns[9]]))
+    return rows
+
+
+def shut_down(ends: Iterable[Sequence[str]], store: Any = None) -> None:
+    """Shut down the connections of this process to other ranks that C++ code has opened, but those to the store.
+
+    Args:
+        ends: both ends of the connections of all ranks.
+        store: the store of the process group.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    other_ends = {(remote, local) for local, remote in ends}
+    of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+    ports = {f"{getattr(store, 'port', 0):04X}"}
+    for local, remote, fd in _sockets():
+        if fd in of_python or (local, remote) not in other_ends or ports & {local[-4:], remote[-4:]}:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            copy.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,280 @@
+"""What ranks do under the deferred check, for test_deferred_check.py: right programs, wrong ones, and random ones."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradmesh as gm
+from tools import mismatches
+
+__all__ = [
+    "FAULTS",
+    "Outcome",
+    "ends_with_the_group",
+    "late_joiner",
+    "missing_call",
+    "outcome",
+    "random_program",
+    "refused_call",
+    "returned_early",
+    "right",
+    "stepped",
+    "without_the_hub",
+]
+
+Outcome = tuple[str, str, float, bool]
+"""The class of the error, "" for none; its text; seconds; and whether an optimizer stepped after the mistake."""
+
+
+def outcome(program: Callable[..., None], *args: Any) -> Outcome:
+    """Run a program, which notes whether an optimizer stepped after its mistake, under the deferred check."""
+    begin, stepped = time.monotonic(), [False]
+    try:
+        with gm.check("deferred"):
+            program(stepped, *args)
+    except (gm.GradmeshError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin, stepped[0]
+    return "", "", time.monotonic() - begin, stepped[0]
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def stepped(done: list[bool], name: str, form: str, *, known: bool = False) -> None:
+    """A mismatch of `tools.mismatches`, and an optimizer's step."""
+    optimizer = _optimizer()
+    optimizer.step()
+    if known:
+        for made in mismatches.MISMATCHES[name]:
+            made()
+    gm.all_gather(torch.zeros(1))
+    optimizer.step()
+    mismatches.provoked(name, form)
+    optimizer.step()
+    done[0] = True
+
+
+def missing_call(done: list[bool], seconds: float) -> None:
+    """Rank 1 is busy for a while instead of making a call."""
+    gm.all_reduce(torch.ones(4), dst=gm.R)
+    if gm.rank() == 1:
+        time.sleep(seconds)
+    else:
+        gm.all_reduce(torch.ones(4), dst=gm.R)
+    _optimizer().step()
+    done[0] = True
+
+
+def returned_early(done: list[bool]) -> None:
+    """Rank 1 makes a call less, and returns."""
+    gm.all_reduce(torch.ones(4), dst=gm.R)
+    if gm.rank() == 0:
+        gm.all_reduce(torch.ones(4), dst=gm.R)
+    done[0] = gm.rank() == 0
+
+
+def refused_call(done: list[bool]) -> None:
+    """Rank 1 passes an invalid argument."""
+    gm.all_reduce(torch.ones(4), dst=gm.R)
+    gm.all_gather(torch.ones(4), dim=3 if gm.rank() else 0)
+    done[0] = True
+
+
+def late_joiner(done: list[bool]) -> None:
+    """The operand of rank 1 requires no gradient, so that it does not run the backward of the call."""
+    optimizer = _optimizer()
+    gm.all_reduce(torch.ones(4), dst=gm.R)
+    optimizer.step()
+    weight = torch.ones(4, requires_grad=True)
+    y = gm.all_reduce(torch.ones(4, requires_grad=gm.rank() == 0), dst=gm.R)
+    (y * weight).sum().backward()
+    optimizer.step()
+    done[0] = True
+
+
+def right(level: Any) -> list[list[float]]:
+    """Values and gradients of a program with ordered, asynchronous, second-order and ragged calls."""
+    rank, found = gm.rank(), []
+    draws = torch.Generator().manual_seed(rank)
+    weight = torch.randn(4, generator=draws, dtype=torch.float64).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with gm.check(level):
+        for _ in range(3):
+            with gm.ordered():
+                y = gm.all_gather(weight**2)
+                gm.all_reduce(weight * 2, dst=gm.R)  # its result is used on no rank
+                gm.backward(((1 + rank) * y**2).sum() if rank == 0 else None)
+            x = torch.randn(2 + rank, generator=draws, dtype=torch.float64).requires_grad_()
+            sizes = [2 + each for each in range(gm.world_size())]
+            z = gm.all_gather(x**3, sizes=sizes, async_op=True).wait()
+            (force,) = torch.autograd.grad((z**2).sum() * (1 + rank), x, create_graph=True)
+            (force**2).sum().backward()
+            parts = gm.all_to_all(
+                weight,
+                split_sizes=(1, 3) if rank == 0 else (2, 2),
+                concat_sizes=(1, 2) if rank == 0 else (3, 2),
+            )
+            parts.sum().backward()
+            gm.barrier()
+            optimizer.step()
+            found += [weight.tolist(), y.tolist(), force.tolist(), x.grad.tolist()]  # type: ignore[union-attr]
+        gm.reduce(weight.detach(), root=1)
+    return found
+
+
+def _own_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("gradmesh deferred"))
+
+
+def _sockets() -> int:
+    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket") for fd in _descriptors())
+
+
+def _descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def ends_with_the_group(fork: bool) -> tuple[list[str], list[str], int, int]:
+    """The threads during and after a world, and the sockets before and after it, in this process or a child."""
+    before = _sockets()
+    with gm.check("deferred"):
+        gm.all_reduce(torch.ones(4), dst=gm.R)
+    during, with_world = _own_threads(), _sockets()
+    if fork:
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(writer, bytes([_sockets()]))
+            os._exit(0)
+        os.waitpid(child, 0)
+        return during, [], with_world, os.read(reader, 1)[0]
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 10
+    while (_own_threads() or _sockets() > before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return during, _own_threads(), before, _sockets()
+
+
+def without_the_hub() -> Outcome | None:
+    """The rank whose process compares leaves; the two others make a mistake."""
+    with gm.check("deferred"):
+        for _ in range(2):
+            gm.all_reduce(torch.ones(4), dst=gm.R)
+            _optimizer().step()
+    here: list[Any] = [None] * 3
+    dist.all_gather_object(here, any(name.endswith("hub") for name in _own_threads()))
+    (hub,) = (rank for rank, is_hub in enumerate(here) if is_hub)
+    others = [rank for rank in range(3) if rank != hub]
+    group = dist.new_group(others)
+    if gm.rank() == hub:
+        dist.destroy_process_group()
+        return None
+
+    def program(done: list[bool]) -> None:
+        for _ in range(3):
+            gm.all_reduce(torch.ones(4), group, dst=gm.R)
+            _optimizer().step()
+        time.sleep(1)
+        gm.all_reduce(torch.ones(4), group, dst=gm.R if gm.rank() == others[0] else gm.I)
+        _optimizer().step()
+        done[0] = True
+
+    return outcome(program)
+
+
+def stranger() -> tuple[bytes, list[float]]:
+    """What the hub answers to a connection without its token, and a call afterwards."""
+    import json
+
+    with gm.check("deferred"):
+        gm.all_reduce(torch.ones(4), dst=gm.R)
+        _optimizer().step()
+        store = dist.distributed_c10d._get_default_store()
+        address = json.loads(store.get("gradmesh/deferred check/0"))
+        with socket.create_connection((address["hosts"][0], address["port"])) as connection:
+            said = json.dumps({"token": "0" * 32, "rank": 0, "gone": {}}).encode()
+            connection.sendall(len(said).to_bytes(4, "big") + bytes(4) + said)
+            answer = connection.recv(16)
+        y = gm.all_reduce(torch.ones(4), dst=gm.R)
+        _optimizer().step()
+    return answer, y.tolist()
+
+
+# -- random programs
+
+FAULTS = ("none", "drop", "add", "swap", "detach", "unused", "return")
+
+
+def random_program(seed: int, fault: str, size: int) -> tuple[Outcome, list[list[float]]]:
+    """Three training steps of random calls; one rank makes a mistake in the second or third step.
+
+    In the second step the shapes of all calls differ, so that the mistake is met by calls that are new; in the third
+    one all calls are alike, since Gloo ends the process for known calls of other sizes that meet.
+
+    Returns:
+        The outcome, and this rank's gradients.
+    """
+    draw = random.Random(seed)
+    guilty, wrong_step = draw.randrange(size), draw.choice((1, 2))
+    calls = draw.randint(2, 4)
+    verbs = [draw.choice(("sum", "gather", "mean", "scan")) for _ in range(calls)]
+    place = draw.randrange(calls - (fault == "swap"))
+    used = [draw.random() < 0.7 for _ in range(calls)]
+    used[place] = True
+    gradients: list[list[float]] = []
+
+    def make(verb: str, x: Tensor) -> Tensor:
+        if verb == "gather":
+            return gm.all_gather(x)
+        if verb == "scan":
+            return gm.scan(x)
+        return gm.all_reduce(x, dst=gm.R, op="mean" if verb == "mean" else "sum")
+
+    def program(done: list[bool]) -> None:
+        optimizer = _optimizer()
+        for step in range(3):
+            faulty = fault if gm.rank() == guilty and step == wrong_step else "none"
+            alike = step == 2
+            generator = torch.Generator().manual_seed(97 * seed + gm.rank())
+            xs = [
+                torch.randn(4 if alike else 2 + 3 * at + 20 * step, generator=generator, dtype=torch.float64)
+                for at in range(calls)
+            ]
+            order = list(range(calls))
+            if faulty == "drop":
+                order.remove(place)
+            if faulty == "add":
+                order.insert(place, place)
+            if faulty == "swap":
+                order[place], order[place + 1] = order[place + 1], order[place]
+            loss = torch.zeros((), dtype=torch.float64, requires_grad=True)
+            for at in order:
+                x = xs[at].requires_grad_(not (faulty == "detach" and at == place))
+                y = make("sum" if alike else verbs[at], x)
+                if used[at] and not (faulty == "unused" and at == place):
+                    loss = loss + ((1 + gm.rank()) * y**2).sum()
+                if faulty == "return" and at == place:
+                    return
+            loss.backward()
+            optimizer.step()
+            done[0] = done[0] or step >= wrong_step
+            gradients.extend([] if x.grad is None else x.grad.tolist() for x in xs)
+        gm.barrier()
+        optimizer.step()
+
+    if fault == "level 1":
+        program([False])
+        return ("", "", 0.0, True), gradients
+    return outcome(program), gradients

@@ -1,0 +1,212 @@
+"""Calls that are compared after they were made: every rank raises before it uses the gradients, and none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gradmesh as gm
+from tests import deferred_programs as programs
+from tests.deferred_programs import outcome
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+
+FOUND = "MismatchError", "DeadlockError"
+
+
+def launched(program: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
+    """In a world of its own, which a mistake ends."""
+    return gm.launch(program, size, backend="gloo", args=args, timeout=90)
+
+
+PAIRS = [
+    ("kind of call", "forward"),
+    ("dtype", "forward"),
+    ("a call is missing", "forward"),
+    ("number of elements", "backward"),
+    ("one call too many", "backward"),
+    ("two calls of one shape changed places", "backward"),
+    ("convention", "second backward"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "form"), PAIRS)
+def test_mismatch_raises_on_every_rank_with_every_ranks_call_before_a_step(name: str, form: str) -> None:
+    for error, text, _, has_stepped in launched(outcome, programs.stepped, name, form):
+        assert error == "MismatchError"
+        assert "the ranks' calls do not match" in text
+        assert "rank 0: " in text
+        assert "rank 1: " in text
+        assert "mismatches.py:" in text
+        assert not has_stepped
+
+
+@pytest.mark.processes
+def test_mismatch_of_known_calls_is_found_after_the_call() -> None:
+    """Nothing is compared before a call whose like was made."""
+    for error, text, _, has_stepped in launched(known_calls):
+        assert error == "MismatchError", text
+        assert not has_stepped
+
+
+def known_calls() -> programs.Outcome:
+    def program(done: list[bool]) -> None:
+        optimizer = programs._optimizer()
+        for verb in (first, second):
+            verb()
+        optimizer.step()
+        (first if gm.rank() == 0 else second)()
+        optimizer.step()
+        done[0] = True
+
+    def first() -> None:
+        gm.all_reduce(torch.ones(4), dst=gm.R)
+
+    def second() -> None:
+        gm.all_reduce(torch.ones(4), dst=gm.I)
+
+    return outcome(program)
+
+
+@pytest.mark.processes
+def test_a_rank_that_waits_for_one_that_has_returned_raises_and_says_where_both_are() -> None:
+    waits, returned = launched(outcome, programs.returned_early)
+    assert returned[0] == ""
+    error, text, seconds, _ = waits
+    assert error == "DeadlockError"
+    assert "rank 0: waits for rank 1 in call 2, all_reduce(dst=gm.R) of float32[4] at " in text
+    assert "rank 1: has made 1 calls, the last one all_reduce(" in text
+    assert "rank 1 has returned from the launched function" in text
+    assert text.count("deferred_programs.py:") >= 2
+    assert seconds < 15
+
+
+@pytest.mark.processes
+def test_hang_limit_ends_the_wait_for_a_busy_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADMESH_HANG", "1")
+    waits, busy = launched(outcome, programs.missing_call, 8.0)
+    assert waits[0] == "DeadlockError"
+    assert "have waited for 1 s for calls of a rank that makes none" in waits[1]
+    assert "rank 1: has made 1 calls" in waits[1]
+    assert waits[2] < 7
+    assert busy[:2] == (waits[0], waits[1].replace("rank 0 of 2", "rank 1 of 2"))
+
+
+@pytest.mark.processes
+def test_a_busy_rank_is_waited_for() -> None:
+    def busy_for_a_while() -> programs.Outcome:
+        import time
+
+        def program(done: list[bool]) -> None:
+            gm.all_reduce(torch.ones(4), dst=gm.R)
+            time.sleep(3 * gm.rank())
+            gm.all_reduce(torch.ones(4), dst=gm.R)
+            programs._optimizer().step()
+            done[0] = True
+
+        return outcome(program)
+
+    assert [found[0] for found in launched(busy_for_a_while)] == ["", ""]
+
+
+@pytest.mark.processes
+def test_refused_call_raises_on_the_other_ranks_with_its_reason() -> None:
+    other, refused = launched(outcome, programs.refused_call)
+    assert refused[0] == "ArgumentError"
+    assert other[0] == "MismatchError"
+    assert "rank 1: ArgumentError at " in other[1]
+    assert "dim is out of range" in other[1]
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_run_a_backward_is_named_before_any_step() -> None:
+    for error, text, _, has_stepped in launched(outcome, programs.late_joiner):
+        assert error == "MismatchError"
+        assert "the backward of call " in text
+        assert "rank 1: no call before the step of an optimizer at " in text
+        assert "gradmesh.ordered()" in text
+        assert not has_stepped
+
+
+@pytest.mark.processes
+def test_right_program_gives_the_same_bits_as_at_level_1() -> None:
+    assert launched(programs.right, "deferred") == launched(programs.right, 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+def test_own_backends_compare_with_the_call_at_level_deferred_too(backend: Any) -> None:
+    def on_each_rank() -> str:
+        with gm.check("deferred"), pytest.raises(gm.MismatchError) as caught:
+            gm.all_reduce(torch.ones(2 + gm.rank()), dst=gm.R)
+        assert gm.all_reduce(torch.ones(1), dst=gm.R).tolist() == [2.0]  # the next call works
+        return str(caught.value)
+
+    for text in gm.launch(on_each_rank, 2, backend=backend):
+        assert "rank 1: all_reduce" in text
+
+
+@pytest.mark.processes
+def test_no_thread_and_no_socket_is_left_when_the_group_is_destroyed() -> None:
+    for during, after, sockets, left in launched(programs.ends_with_the_group, False):
+        assert "gradmesh deferred check" in during
+        assert after == []
+        assert left <= sockets
+
+
+@pytest.mark.processes
+def test_a_forked_child_has_no_connection_of_the_check() -> None:
+    for _, _, sockets, left in launched(programs.ends_with_the_group, True):
+        assert left < sockets
+
+
+@pytest.mark.processes
+def test_another_rank_compares_when_the_one_that_did_has_left() -> None:
+    found = [one for one in launched(programs.without_the_hub, size=3) if one is not None]
+    assert len(found) == 2
+    for error, text, _, has_stepped in found:
+        assert error == "MismatchError", text
+        assert not has_stepped
+
+
+@pytest.mark.processes
+def test_a_connection_without_the_token_is_closed() -> None:
+    assert launched(programs.stranger) == [(b"", [2.0] * 4)] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", programs.FAULTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_program_is_right_or_raises_on_every_rank(fault: str, seed: int) -> None:
+    """Wrong programs raise before any step; where a mistake makes no difference, nothing is raised."""
+    attacked(fault, seed)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", programs.FAULTS)
+@pytest.mark.parametrize("seed", range(2, 20))
+def test_random_programs_are_right_or_raise_on_every_rank(fault: str, seed: int) -> None:
+    attacked(fault, seed)
+
+
+def attacked(fault: str, seed: int) -> None:
+    size = 2 + seed % 2
+    found = launched(programs.random_program, seed, fault, size, size=size)
+    outcomes = [one for one, _ in found]
+    if fault == "none":
+        expected = launched(programs.random_program, seed, "level 1", size, size=size)
+        assert [one[0] for one in outcomes] == [""] * size, outcomes
+        assert [gradients for _, gradients in found] == [gradients for _, gradients in expected]
+        return
+    if fault == "swap" and all(one[0] == "" for one in outcomes):
+        return  # the third step, in which all calls are alike, with both results used or not
+    raised = [one for one in outcomes if one[0]]
+    assert all(one[0] in FOUND for one in raised), outcomes
+    # A rank that returns receives no error; one that drops a call receives it at its next call.
+    assert len(raised) >= size - (fault == "return"), outcomes
+    assert sum(one[3] for one in raised) <= (fault == "drop"), outcomes
