@@ -13,6 +13,7 @@ from gradmesh._util.environment import CHECK, RECYCLE, SHM_CHUNK, VARIABLES, Var
 
 UNUSABLE = {
     "GRADMESH_CHECK": "yes",
+    "GRADMESH_HANG": "soon",
     "GRADMESH_RECYCLE": "-1",
     "GRADMESH_SHM_CHUNK": "12345",
     "GRADMESH_TRACEBACK": "0",

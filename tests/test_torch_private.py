@@ -55,6 +55,12 @@ def test_world_of_a_rank_shares_no_field() -> None:
             assert mine is not getattr(c10d._world, name), f"{name} is the process's own"
 
 
+def test_a_group_can_be_aborted() -> None:
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
+    assert _torch.groups._ABORT is not None
+    _torch.abort_group(group)
+
+
 def test_the_registry_in_cpp_has_a_mode_for_threads() -> None:
     assert hasattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")
 

@@ -8,9 +8,8 @@ Backward both ranks make both, and each rank's loss uses its own; twice backward
 goes on from its own. Then each rank makes one more call, as a training step does. A cell says what both ranks raised,
 and how long it took.
 
-Under the deferred check every cell has a world of its own, whose ranks have made the calls of the pair before, so that
-no call is compared ahead; and an optimizer steps at the end. A cell says so if it stepped on some rank. With
-`--new-calls` the calls are made for the first time.
+Under the deferred check every cell has a world of its own, and an optimizer steps at the end. A cell says so if it
+stepped on some rank.
 """
 
 from __future__ import annotations
@@ -262,6 +261,12 @@ code; a backward call also names the line of the forward call. The time is until
 one rank had finished, and the launcher ended the other one's wait with an error that names both.
 
 {table}
+
+"gloo deferred" is `gm.check("deferred")`, with a new world for each cell, and an optimizer
+steps after the mismatch: "after a step" would say that it stepped on some rank before the error. "simulated device" is
+the same on the accelerator of the tests, where it is the default. Its collectives are Gloo's, so that operands of
+unexpected sizes end the process (SIGABRT) where the calls are not compared before; GPUs do not do that. What a deferred
+error cannot prevent is in [call checking](../checking.md#deferred-tensors-off-the-cpu).
 
 In forward, two calls of the same kind, shape and dtype that are swapped on one rank differ only in their lines;
 `gradmesh.check("full")` warns of that. If a rank skips a call, its next call is compared with the others' skipped one.
