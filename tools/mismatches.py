@@ -15,6 +15,7 @@ stepped on some rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import time
@@ -161,8 +162,10 @@ def heard_later(name: str, form: str, on_device: bool) -> tuple[str, float]:
     if on_device:
         from tests import simulated_device
 
-        found: tuple[str, float] = simulated_device.on_device(_stepped, name, form)
-        return found
+        found: list[tuple[str, float]] = []
+        with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end
+            simulated_device.on_device(lambda: found.append(_stepped(name, form)))
+        return found[0]
     with gm.check("deferred"):
         return _stepped(name, form)
 
