@@ -266,6 +266,7 @@ def chain(calls: bool, work: bool, async_op: bool) -> float:
     x, w = leaf(8), leaf(8, seed=1)
     sd.core().set_stream_delay(0, KERNEL)
     with slow_collectives(KERNELS * KERNEL):
+        gm.barrier()
         started = time.perf_counter()
         y, z = x, w
         for _ in range(HOPS):
@@ -291,6 +292,7 @@ def attention(calls: bool, work: bool, ahead: bool) -> float:
     with slow_collectives(RING if calls else 0.0), pytest.MonkeyPatch.context() as patched:
         if not ahead:
             patched.setattr("gradmesh.nn.attention.runs_async", lambda op, x: False)
+        gm.barrier()
         started = time.perf_counter()
         gm.nn.ring_attention(q, k, v).sum().backward()
         torch.accelerator.synchronize()
@@ -300,13 +302,16 @@ def attention(calls: bool, work: bool, ahead: bool) -> float:
 
 
 def seconds_of(program: Callable[[bool, bool, bool], float]) -> dict[str, float]:
-    program(True, True, True)
-    return {
-        "work": program(False, True, True),
-        "calls": program(True, False, True),
-        "both": program(True, True, True),
-        "one after another": program(True, True, False),
+    """The shortest of three times each, in turn."""
+    modes = {
+        "work": (False, True, True),
+        "calls": (True, False, True),
+        "both": (True, True, True),
+        "one after another": (True, True, False),
     }
+    program(True, True, True)
+    times = [{name: program(*mode) for name, mode in modes.items()} for _ in range(3)]
+    return {name: min(each[name] for each in times) for name in modes}
 
 
 @pytest.mark.slow
@@ -324,4 +329,4 @@ def test_a_program_takes_as_long_as_its_work_or_its_calls(
         print({name: round(each, 3) for name, each in seconds.items()})
         most = max(seconds["work"], seconds["calls"])
         assert seconds["both"] - exposed < 1.1 * most, seconds
-        assert seconds["one after another"] > 0.9 * (seconds["work"] + seconds["calls"]), seconds
+        assert seconds["one after another"] > 1.15 * seconds["both"], seconds
