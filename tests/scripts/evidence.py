@@ -150,10 +150,9 @@ def shown(script: Script) -> str | None:
     if rule in ("GM110", "GM207", "GM208", "GM209", "GM304") or script.name in UNLIKE_TWIN:
         assert script.twin is not None
         other = play(SCRIPTS[script.twin])
-        same = all(
-            close(a.weights[-1], b.weights[-1]) for a, b in zip(played.ranks, other.ranks, strict=True)
-        )
-        return None if same else "not the twin's weights"
+        pairs = zip(played.ranks, other.ranks, strict=True)
+        equal = all(close(one.weights[-1], its.weights[-1]) for one, its in pairs)
+        return None if equal else "not the twin's weights"
     if rule == "GM101":
         return "gradients differ where parameters do not" if apart(played) else None
     if rule == "GM108":
