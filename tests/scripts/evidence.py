@@ -42,6 +42,8 @@ UNDIFFERENTIATED = {
     "penalty_added_after_average": "gradients to which a multiple of the weights is added",
     "sharpness_of_each_rank": "gradients at weights that each rank displaces on its own",
     "variance_reduced": "gradients at two weights, one minus the other",
+    "fsdp1_partly_frozen": "parameters that are views of a flat one",
+    "gradients_averaged_in_a_step_hook": "gradients that a hook of the optimizer averages, behind what is seen of them",
     "rates_tried_in_parallel": "ranks that train each a model of its own",
     "loader_with_workers": "a loop over batches of workers",
 }

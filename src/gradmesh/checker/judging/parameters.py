@@ -375,7 +375,8 @@ def _parts_of(
         if isinstance(event, ProgramInput) and event.leaf
     ]
     by_name = {leaf.name: leaf for leaf in leaves}
-    params = [param for step in segment.steps[rank] for param in step.params]
+    # An optimizer skips what takes no gradient, such as the frozen part of a flat parameter.
+    params = [param for step in segment.steps[rank] for param in step.params if param.name not in step.frozen]
     found, stepped = [], set[int]()
     copies: list[tuple[Param, tuple[int, ...]]] = []
 
