@@ -11,6 +11,8 @@ import torch
 import gradmesh as gm
 from tests import deferred_programs as programs
 from tests.deferred_programs import outcome
+from tests.simulated_device import why_not
+from tools import mismatches
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
@@ -176,6 +178,17 @@ def test_another_rank_compares_when_the_one_that_did_has_left() -> None:
 @pytest.mark.processes
 def test_a_connection_without_the_token_is_closed() -> None:
     assert launched(programs.stranger) == [(b"", [2.0] * 4)] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.parametrize("name", ["dimension", "a call is missing"])
+def test_on_a_device_calls_are_compared_by_default_before_a_step(name: str) -> None:
+    for text, _ in launched(mismatches.heard_later, name, "backward", True):
+        assert "the ranks' calls do not match" in text
+        assert "rank 0: " in text
+        assert "rank 1: " in text
+        assert not text.startswith(mismatches.STEPPED)
 
 
 @pytest.mark.processes
