@@ -388,7 +388,7 @@ def test_assert_type_compares_bits_and_types(threads: Ranks) -> None:
 
     for kind in (gm.R, gm.I):
         assert threads(2)(on_mesh, kind, False) == ["same", "same"]
-        assert "said to be" in everywhere(threads(2)(on_mesh, kind, True))
+        assert "declared as" in everywhere(threads(2)(on_mesh, kind, True))
     for kind in (gm.V, gm.P):
         assert threads(2)(on_mesh, kind, True) == ["same", "same"]
 
@@ -463,7 +463,7 @@ def test_ranks_that_part_get_an_error_and_do_not_hang(threads: Ranks) -> None:
             return str(error)
         return ""
 
-    assert all("different places" in one for one in threads(2)(body))
+    assert all("different calls" in one for one in threads(2)(body))
 
     def left() -> str:
         try:
@@ -489,7 +489,7 @@ def test_a_block_inside_of_another_is_refused_and_an_operator_without_a_rule_is_
                 return str(error).splitlines()[0]
         return ""
 
-    assert "already" in everywhere(threads(2)(nested))
+    assert "cannot be nested" in everywhere(threads(2)(nested))
 
     def without() -> tuple[object, list[str], list[str]]:
         with gm.typed() as types:
