@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -194,22 +195,36 @@ def without_the_hub() -> Outcome | None:
     return outcome(program)
 
 
-def stranger() -> tuple[bytes, list[float]]:
-    """What the hub answers to a connection without its token, and a call afterwards."""
+def stranger(token: bool, *sent: str) -> tuple[list[bytes], list[str], list[float]]:
+    """What the hub answers to connections that are not of a rank, what is warned about, and a call afterwards.
+
+    Args:
+        token: whether they send the token first.
+        sent: what each sends.
+    """
     import json
 
-    with gm.check("deferred"):
+    def framed(text: str) -> bytes:
+        return len(text).to_bytes(4, "big") + bytes(4) + text.encode()
+
+    answers = []
+    with gm.check("deferred"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         gm.all_reduce(torch.ones(4), dst=gm.R)
         _optimizer().step()
         store = dist.distributed_c10d._get_default_store()
         address = json.loads(store.get("gradmesh/deferred check/0"))
-        with socket.create_connection((address["hosts"][0], address["port"])) as connection:
-            said = json.dumps({"token": "0" * 32, "rank": 0, "gone": {}}).encode()
-            connection.sendall(len(said).to_bytes(4, "big") + bytes(4) + said)
-            answer = connection.recv(16)
-        y = gm.all_reduce(torch.ones(4), dst=gm.R)
-        _optimizer().step()
-    return answer, y.tolist()
+        for text in sent if gm.rank() == 1 else ():
+            with socket.create_connection((address["hosts"][0], address["port"])) as connection:
+                connection.settimeout(20)
+                hello = {"token": address["token"], "rank": 2, "gone": {}}
+                connection.sendall(framed(json.dumps(hello)) if token else b"")
+                connection.sendall(text.encode() if text.startswith("GET") else framed(text))
+                answers.append(connection.recv(1 << 12))
+        for _ in range(2):
+            y = gm.all_reduce(torch.ones(4), dst=gm.R)
+            _optimizer().step()
+    return answers, [str(each.message) for each in caught], y.tolist()
 
 
 # -- random programs

@@ -177,7 +177,27 @@ def test_another_rank_compares_when_the_one_that_did_has_left() -> None:
 
 @pytest.mark.processes
 def test_a_connection_without_the_token_is_closed() -> None:
-    assert launched(programs.stranger) == [(b"", [2.0] * 4)] * 2
+    sent = (
+        '{"token": "0", "rank": 0, "gone": {}}',
+        "GET / HTTP/1.1\r\n\r\n",
+        "no JSON",
+        "[1, 2]",
+        "{}",
+    )
+    one, other = launched(programs.stranger, False, *sent)
+    assert one == ([], [], [2.0] * 4)
+    assert other == ([b""] * len(sent), [], [2.0] * 4)
+
+
+@pytest.mark.processes
+def test_a_comparison_that_fails_is_a_warning_on_every_rank() -> None:
+    """No rank waits for an answer that will not come."""
+    for answers, warned, y in launched(programs.stranger, True, '{"post": 3, "step": false}'):
+        assert all(b'"failed": "TypeError' in answer for answer in answers)
+        assert len(warned) == 1
+        assert "the ranks' calls are not compared" in warned[0]
+        assert "the comparison on rank" in warned[0]
+        assert y == [2.0] * 4
 
 
 @pytest.mark.processes

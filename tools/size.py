@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["MOST_FILES", "MOST_LINES", "sizes"]
 
-MOST_FILES, MOST_LINES = 179, 61_935
+MOST_FILES, MOST_LINES = 179, 61_930
 SOURCE = Path(__file__).parent.parent / "src"
 
 

@@ -107,34 +107,21 @@ class Pools:
 _OF_PYTEST = ("_pytest", "pytest")
 
 
-def check_no_pytest_objects(values: Mapping[str, object], backend: str) -> None:
-    """Raise for values that would act on the rank's process instead of pytest's, such as `monkeypatch`.
+def check_sendable(
+    values: Mapping[str, object], backend: str, why_not: Callable[[object], str | None]
+) -> None:
+    """Raise for values that process ranks cannot get.
 
     Args:
         values: the values by fixture name.
         backend: the backend of the ranks.
+        why_not: why a value cannot be sent; None: it can.
 
     Raises:
         ArgumentError: there are such values; the message names their fixtures.
     """
-    _refuse({name: _pytest_object(value) for name, value in values.items()}, backend)
-
-
-def check_picklable(values: Mapping[str, object], backend: str) -> None:
-    """Raise for values that cannot be pickled.
-
-    Args:
-        values: the values by fixture name.
-        backend: the backend of the ranks.
-
-    Raises:
-        ArgumentError: there are such values; the message names their fixtures.
-    """
-    _refuse({name: _cannot_be_pickled(value) for name, value in values.items()}, backend)
-
-
-def _refuse(reasons: Mapping[str, str | None], backend: str) -> None:
-    lost = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+    reasons = {name: why_not(value) for name, value in sorted(values.items())}
+    lost = {name: reason for name, reason in reasons.items() if reason is not None}
     if lost:
         raise ArgumentError(
             message(
@@ -147,7 +134,8 @@ def _refuse(reasons: Mapping[str, str | None], backend: str) -> None:
         )
 
 
-def _pytest_object(value: object) -> str | None:
+def pytest_object(value: object) -> str | None:
+    """Why a value would act on the rank's process instead of pytest's, as `monkeypatch` would; None: it would not."""
     module = str(getattr(value, "__module__", ""))
     top = module.partition(".")[0]
     if top in _OF_PYTEST or (top.startswith("pytest_") and not isinstance(value, type)):
@@ -155,7 +143,8 @@ def _pytest_object(value: object) -> str | None:
     return None
 
 
-def _cannot_be_pickled(value: object) -> str | None:
+def cannot_be_pickled(value: object) -> str | None:
+    """Why a value cannot be pickled; None: it can."""
     try:
         pickling.dumps(value)
     except GradmeshError as error:
@@ -364,12 +353,12 @@ class Session:
         where = settings.where(self._config, settings.mark_of(item), param)
         if where.backend == "threads":
             return self.attempt(where, fn, (), kwargs, self._seed(item))
-        check_no_pytest_objects(kwargs, where.backend)
+        check_sendable(kwargs, where.backend, pytest_object)
         expected = item.get_closest_marker("xfail") is not None
         try:
             return self.attempt(where, fn, (), kwargs, self._seed(item), may_debug=not expected)
         except (ArgumentError, MissingExtraError):
-            check_picklable(kwargs, where.backend)
+            check_sendable(kwargs, where.backend, cannot_be_pickled)
             raise
 
     def _not_run(self, error: BaseException) -> Result:

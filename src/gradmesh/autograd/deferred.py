@@ -85,8 +85,7 @@ def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
     axis, mine = deferred[0].op.axis, [each.grad is not None for each in deferred]
     operand_desc = "; ".join(each.op.describe(each.leaf) for each in deferred)
     count = AllReduceInvariant(axis, operand_desc=f"reductions deferred by no_sync(): {operand_desc}")
-    device = deferred[0].leaf.device if deferred[0].leaf.is_cpu else run.exchange_device(axis)
-    flags = torch.tensor(mine, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+    flags = run.constants(mine, run.exchange_device(axis, deferred[0].leaf), torch.int32)
     counts = run.apply(count, flags)
     # Without a CPU backend, a rank with all gradients avoids a device synchronisation.
     return mine if all(mine) else [n > 0 for n in counts.tolist()]

@@ -142,6 +142,21 @@ def _run(back: Back, gradients: Sequence[Tensor | None]) -> list[Tensor | None] 
         if number is not None and met is not None:
             tensors[number] = torch.zeros_like(met) if x is None else x.detach().clone().to(met.dtype)
 
+    try:
+        with torch.no_grad():
+            for each in back.ops:
+                if isinstance(each, ProgramInput):
+                    tensors[each.id] = each.value.clone()
+                elif isinstance(each, Op):
+                    tensors.update(zip(each.outs, _results(each, tensors), strict=False))
+        return [None if number is None else tensors[number] for number in back.outs]
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _results(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+    """What an operator makes of these tensors, by their numbers."""
+
     def valued(value: Any) -> Any:
         if isinstance(value, Ref):
             return tensors[value.id]
@@ -151,22 +166,7 @@ def _run(back: Back, gradients: Sequence[Tensor | None]) -> list[Tensor | None] 
             return {key: valued(part) for key, part in value.items()}
         return value
 
-    try:
-        with torch.no_grad():
-            for each in back.ops:
-                if isinstance(each, ProgramInput):
-                    tensors[each.id] = each.value.clone()
-                elif isinstance(each, Op):
-                    result = named_operator(each.name)(*valued(each.args), **valued(each.kwargs))
-                    made = (
-                        [result]
-                        if isinstance(result, Tensor)
-                        else [x for x in result or () if isinstance(x, Tensor)]
-                    )
-                    tensors.update(zip(each.outs, made, strict=False))
-        return [None if number is None else tensors[number] for number in back.outs]
-    except (RuntimeError, KeyError, IndexError, TypeError, ValueError):
-        return None
+    return _flat(named_operator(event.name)(*valued(event.args), **valued(event.kwargs)))
 
 
 def named_operator(name: str) -> Any:
@@ -443,23 +443,10 @@ class Rank:
         if self.declared:
             known = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: known[0] for number in event.outs if known})
-        self.tensors.update(self._results(event, self.tensors))
+        self.tensors.update(zip(event.outs, _results(event, self.tensors), strict=True))
         if self.continues and event.name.split(".")[1] in _PACKS and self.attached.keys() & set(refs(event)):
-            self.attached.update(self._results(event, {**self.tensors, **self.attached}))
-
-    def _results(self, event: Op, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        def valued(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return tensors[value.id]
-            if isinstance(value, (list, tuple)):
-                return type(value)(valued(part) for part in value)
-            if isinstance(value, dict):
-                return {key: valued(part) for key, part in value.items()}
-            return value
-
-        result = named_operator(event.name)(*valued(event.args), **valued(event.kwargs))
-        made = [result] if isinstance(result, Tensor) else _flat(result)
-        return dict(zip(event.outs, made, strict=True))
+            made = _results(event, {**self.tensors, **self.attached})
+            self.attached.update(zip(event.outs, made, strict=True))
 
     def taken(self, call: Sent) -> list[Tensor]:
         """What a collective takes.

@@ -40,7 +40,7 @@ from gradmesh._torch import (
 from gradmesh.autograd.pending import AsyncCollective, runs_async, started
 from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token
 from gradmesh.errors import DTypeError, ShapeError
-from gradmesh.nn.inputs import check_own_size, constants
+from gradmesh.nn.inputs import check_own_size
 from gradmesh.nn.ring import Send, travel
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
 from gradmesh.ops.all_to_all import AllToAll
@@ -51,6 +51,7 @@ from gradmesh.runtime.state import must_decompose
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 from gradmesh.transport.run import apply as run_op
+from gradmesh.transport.run import constants
 from gradmesh.verbs.call import Call, SizesLike, integer
 
 __all__ = ["ring_attention", "ulysses_attention"]

@@ -21,13 +21,6 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not compiling() and not is_fake(x) and not transforms_active()
 
 
-def constants(
-    values: Sequence[float] | Sequence[bool], device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
-    """A list of numbers as a tensor on a device, for which the host does not wait for the device."""
-    return torch.tensor(list(values), dtype=dtype, device="cpu").to(device, non_blocking=True)
-
-
 HALVES = (torch.float16, torch.bfloat16)
 
 

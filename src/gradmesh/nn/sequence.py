@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.nn.inputs import constants
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import AxisLike, resolve
+from gradmesh.transport.run import constants
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call
 from gradmesh.verbs.collectives import all_gather

@@ -72,6 +72,8 @@ _CONNECT = 10.0
 _AT_EXIT = 2.0
 """Seconds that a rank waits at exit for the comparison of its last calls."""
 _HEAD = struct.Struct("!II")
+_HELLO = 1 << 20
+"""The most bytes of a message of a connection that has not sent the token."""
 _WORD = 8
 _KEY = "gradmesh/deferred check"
 _RETURNED = "has returned from the launched function"
@@ -80,10 +82,15 @@ Message = dict[str, Any]
 
 
 class _Connection:
-    """Messages over a socket: JSON and bytes, each with its length before it."""
+    """Messages over a socket: JSON and bytes, each with its length before it.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Attributes:
+        limit: the most bytes of a message that are received; None: any number.
+    """
+
+    def __init__(self, sock: socket.socket, limit: int | None = None) -> None:
         self.sock = sock
+        self.limit = limit
         self._got = bytearray()
         self._sending = threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,7 +106,7 @@ class _Connection:
         return True
 
     def receive(self) -> list[tuple[Message, bytes]] | None:
-        """The messages that have arrived; None if the other end is gone."""
+        """The messages that have arrived; None if the other end is gone or sends something else."""
         try:
             some = self.sock.recv(1 << 16)
         except TimeoutError:
@@ -113,9 +120,16 @@ class _Connection:
         while len(got) >= _HEAD.size:
             text, blob = _HEAD.unpack_from(got)
             end = _HEAD.size + text + blob
+            if self.limit is not None and end > self.limit:
+                return None
             if len(got) < end:
                 break
-            said = json.loads(got[_HEAD.size : _HEAD.size + text])
+            try:
+                said = json.loads(got[_HEAD.size : _HEAD.size + text])
+            except ValueError:
+                return None
+            if not isinstance(said, dict):
+                return None
             found.append((said, bytes(got[_HEAD.size + text : end])))
             del got[:end]
         return found
@@ -144,20 +158,6 @@ class Log:
         known: whether the hub has the log.
         last: the last call.
     """
-
-    __slots__ = (
-        "_met",
-        "axis",
-        "checker",
-        "entries",
-        "first",
-        "group",
-        "known",
-        "last",
-        "members",
-        "name",
-        "posted",
-    )
 
     def __init__(self, checker: Checker, axis: Axis) -> None:
         self.checker = checker
@@ -215,6 +215,8 @@ def note(axis: Axis, check: OpCallCheck, balance: int = 0, refused: str = "") ->
 def _open(axis: Axis) -> Log | None:
     state = rank_state()
     checker = state.deferred_check
+    if isinstance(checker, Checker) and checker.off and checker.is_of_this_world():
+        return None
     if not isinstance(checker, Checker) or checker.closed or not checker.is_of_this_world():
         if isinstance(checker, Checker):
             checker.close()
@@ -230,6 +232,7 @@ class Checker:
         logs: the logs of its groups, by name.
         threads: the threads that make calls.
         closed: whether it has ended.
+        off: why it cannot compare calls; "": it can.
         idles: whether the function of the rank has returned.
     """
 
@@ -246,7 +249,7 @@ class Checker:
         self._raised = self._refused = self._stepping = False
         self._failed = ""
         self._ends: list[list[str]] = []
-        self._off = ""
+        self.off = ""
         self._gone: dict[int, str] = {}
         self._hub: Hub | None = None
         self._hub_rank = -1
@@ -284,7 +287,7 @@ class Checker:
             if not any(log.entries for log in self.logs.values()):
                 return self.error
             self._post()
-            while self.error is None and not self._off and not self.closed and time.monotonic() < deadline:
+            while self.error is None and not self.off and not self.closed and time.monotonic() < deadline:
                 self._changed.wait(_TICK)
             self._raised = self.error is not None
         return self.error
@@ -337,7 +340,7 @@ class Checker:
                 return
             self._stepping = step
             self._post(step=step)
-            while self.error is None and not self._off and not self.closed:
+            while self.error is None and not self.off and not self.closed:
                 if all(log.first >= made for log, made in wanted) and not self._stepping:
                     return
                 left = None if deadline is None else deadline - time.monotonic()
@@ -346,16 +349,16 @@ class Checker:
                 self._changed.wait(left)
         if self.error is not None:
             self.fail()
-        if self._off:
-            off, self._off = self._off, ""
+        if self.off:
             self.close()
             warnings.warn(
                 message(
                     "the ranks' calls are not compared",
                     op="check",
                     expected="a TCP connection between the ranks' hosts, for the deferred check",
-                    got=off,
-                    remedy="open the ports between the hosts, or turn the check off: GRADMESH_CHECK=0",
+                    got=self.off,
+                    remedy="open the ports between the hosts if none can be made, and report any other error; "
+                    "GRADMESH_CHECK=0 turns the check off",
                 ),
                 CheckWarning,
                 stacklevel=2,
@@ -401,16 +404,16 @@ class Checker:
         if self._take_place is not None:
             self._take_place()
         try:
-            for generation in range(1 << 10):
-                if self.closed or self.error is not None:
-                    break
+            generation = 0
+            while not self.closed and self.error is None:
                 connection = self._connect(generation)
                 if connection is not None:
                     self._talk(connection)
                     connection.close()
-        except (OSError, RuntimeError, ValueError) as error:
+                generation += 1
+        except Exception as error:  # a thread that ends must not leave a rank that waits for it
             with self._changed:
-                self._off = self._off or str(error).partition("\n")[0] or type(error).__name__
+                self.off = _words_of(error)
                 self._changed.notify_all()
         finally:
             if self.error is not None:
@@ -527,6 +530,8 @@ class Checker:
             self._gone |= {int(rank): how for rank, how in said["closing"].items()}
         elif "notice" in said:
             print(said["notice"], file=sys.stderr, flush=True)
+        elif "failed" in said:
+            raise RuntimeError(f"the comparison on rank {self._hub_rank} has ended with {said['failed']}")
         else:
             self._found(said)
 
@@ -548,10 +553,11 @@ class Checker:
         self._ends = said["ends"]
         if "mismatch" in said:
             name, index = said["mismatch"]
-            log = self.logs[name]
             with self._lock:
-                check = log.entries[index - log.first] if index < log.made else log.last
-            assert check is not None
+                log = self.logs[name]
+                check = log.entries[index - log.first] if log.first <= index < log.made else log.last
+            if check is None:
+                raise RuntimeError("this rank has made no call that differs")
             error = check.mismatch(said["words"], said["flags"])
             self._refused = self._raised = bool(check.refused)  # it has raised the reason
         else:
@@ -585,6 +591,10 @@ class Checker:
                 with contextlib.suppress(Exception):  # a backend that cannot abort
                     _torch.abort_group(group)
         shut_down(self._ends, self._store)
+
+
+def _words_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class _Still:
@@ -834,23 +844,33 @@ class Hub:
             connection.sock.close()
 
     def _run(self) -> None:
-        while not self._ending:
-            for key, _ in self._select.select(_TICK):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.data)
-            for number, question in list(self._questions.items()):
-                if question.deadline < time.monotonic():
-                    self._finish(number)
-            self._let_step()
-            self._look_for_hangs()
-        gone = {rank: peer.ended for rank, peer in self._peers.items() if peer.ended and not peer.connection}
+        try:
+            while not self._ending:
+                self._turn()
+            gone = {
+                rank: peer.ended for rank, peer in self._peers.items() if peer.ended and not peer.connection
+            }
+            last: Message = {"closing": gone}
+        except Exception as error:  # the ranks that wait for an answer have to know
+            last = {"failed": _words_of(error)}
         for connection in list(self._ranks):
-            connection.send({"closing": gone})
+            connection.send(last)
             connection.close()
         self._select.close()
         self._listener.close()
+
+    def _turn(self) -> None:
+        """Read what has arrived, and answer."""
+        for key, _ in self._select.select(_TICK):
+            if key.data is None:
+                self._accept()
+            else:
+                self._read(key.data)
+        for number, question in list(self._questions.items()):
+            if question.deadline < time.monotonic():
+                self._finish(number)
+        self._let_step()
+        self._look_for_hangs()
 
     def _accept(self) -> None:
         try:
@@ -858,7 +878,7 @@ class Hub:
         except OSError:
             return
         sock.settimeout(_CONNECT)
-        connection = _Connection(sock)
+        connection = _Connection(sock, _HELLO)
         self._ranks[connection] = None
         self._select.register(sock, selectors.EVENT_READ, connection)
 
@@ -873,6 +893,7 @@ class Hub:
                 if not secrets.compare_digest(str(said.get("token")), self._token):
                     self._lose(connection, "")
                     return
+                connection.limit = None
                 self._ranks[connection] = int(said["rank"])
                 self._peers[int(said["rank"])] = _Peer(connection)
                 for other, how in said["gone"].items():

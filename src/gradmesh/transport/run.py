@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import get_ident
 
 import torch
@@ -32,7 +33,7 @@ from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_a
 from gradmesh.transport.packing import laid_out_as
 from gradmesh.types import I, R, Type
 
-__all__ = ["abort", "apply", "exchange_device", "fake_result", "on_cpu", "sent", "withdraw"]
+__all__ = ["abort", "apply", "constants", "exchange_device", "fake_result", "on_cpu", "sent", "withdraw"]
 
 
 def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
@@ -216,15 +217,30 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
         after_pending(axis, lambda: transport(axis, check).withdraw(error))
 
 
-def exchange_device(axis: Axis) -> torch.device:
+def exchange_device(axis: Axis, beside: Tensor | None = None) -> torch.device:
     """Where numbers of the host are exchanged: the CPU if the group supports it, else the accelerator.
 
     On the CPU nothing has to wait for a device, and the ranks compare the call.
+
+    Args:
+        axis: the ranks.
+        beside: a tensor of the same call; if it is on the CPU, so are the numbers.
     """
+    if beside is not None and beside.is_cpu:
+        return beside.device
     if axis.size == 1 or not torch.accelerator.is_available():
         return torch.device("cpu")
     carried = dist.get_backend_config(axis.group).split(",")
     return torch.device("cpu") if any(each.startswith("cpu:") for each in carried) else accelerator()
+
+
+def constants(
+    values: Sequence[float] | Sequence[Sequence[float]],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Numbers, or rows of them, as a tensor on a device, for which the host does not wait for the device."""
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def accelerator() -> torch.device:

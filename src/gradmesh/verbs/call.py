@@ -29,7 +29,7 @@ from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.runtime.state import rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.comm_thread import async_axis
-from gradmesh.transport.run import exchange_device, on_cpu, withdraw
+from gradmesh.transport.run import constants, exchange_device, on_cpu, withdraw
 from gradmesh.types import Type
 
 T = TypeVar("T")
@@ -424,14 +424,9 @@ class Call:
                 remedy=f"pass each rank's size in rank order, such as sizes={(own,) * self.axis.size}",
             )
         # A regular op, so that it is checked and torch.func transforms do not see the numbers.
-        mine = self._to_exchange([own])
+        mine = constants([own], exchange_device(self.axis, self.x), torch.int64)
         found = apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
         return Sizes(tuple(found.tolist()))
-
-    def _to_exchange(self, numbers: list[Any]) -> Tensor:
-        """Numbers of the host on the device where sizes are exchanged."""
-        device = self.x.device if self.x.is_cpu else exchange_device(self.axis)
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
@@ -498,7 +493,7 @@ class Call:
     def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """Send each rank the shape of its part; returns the shapes of the parts to receive."""
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
-        sent = self._to_exchange(header)
+        sent = constants(header, exchange_device(self.axis, self.x), torch.int64)
         rows = apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
         return [row[1 : 1 + row[0]] for row in rows]
 

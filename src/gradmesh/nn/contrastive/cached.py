@@ -17,11 +17,10 @@ from gradmesh._util.call_sites import call_site
 from gradmesh.autograd.deferred import no_sync
 from gradmesh.autograd.ordered import backward
 from gradmesh.errors import CheckWarning, message
-from gradmesh.nn.inputs import constants
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import AxisLike
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport.run import exchange_device
+from gradmesh.transport.run import constants, exchange_device
 from gradmesh.types import I
 from gradmesh.verbs.call import Call, integer
 from gradmesh.verbs.collectives import all_reduce
@@ -198,8 +197,7 @@ def _chunks(call: Call, given: tuple[Tensor, ...], chunk: int) -> list[tuple[Ten
             got=f"{[x.grad_fn for x in given]}",
             remedy="compute it in encode, or pass y = x.detach().requires_grad_() and call x.backward(y.grad) after",
         )
-    device = given[0].device if given[0].is_cpu else exchange_device(call.axis)
-    needed = constants([-(-rows.pop() // size)], device)
+    needed = constants([-(-rows.pop() // size)], exchange_device(call.axis, given[0]))
     count = max(int(all_reduce(needed, call.axis, op="max", dst=I)), 1)
     return list(zip(*(x.tensor_split(count) for x in given), strict=True))
 

@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from gradmesh._torch import transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
-from gradmesh.nn.inputs import check_own_size, constants, upcast
+from gradmesh.nn.inputs import check_own_size, upcast
 from gradmesh.nn.ring import travel
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose, rank_state
 from gradmesh.transport import compiling
-from gradmesh.transport.run import exchange_device
+from gradmesh.transport.run import constants, exchange_device
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter, shift
@@ -937,7 +937,7 @@ class LossInputs:
         )
         signature = f"{self._call.verb} of {first.dtype} with {list(first.shape[1:])} features, {extra}"
         # Counts and numbers travel in one message; float64 represents both exactly.
-        device = first.device if first.is_cpu else exchange_device(self.axis)
+        device = exchange_device(self.axis, first)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         numbers = {} if transforms_active() else self.numbers
         # The host would have to wait for a number on a device; NaN is not compared.

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 from gradmesh.nn.fields.halo import AxesLike, Cut, DimsLike, Rows, cut_of, cuts_of
-from gradmesh.nn.inputs import constants, upcast
+from gradmesh.nn.inputs import upcast
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
+from gradmesh.transport.run import constants
 from gradmesh.types import I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_to_all, reduce_scatter, shard

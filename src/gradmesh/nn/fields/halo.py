@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 
 from gradmesh._torch import outside_modes
 from gradmesh.errors import DTypeError
-from gradmesh.nn.inputs import check_own_size, constants
+from gradmesh.nn.inputs import check_own_size
 from gradmesh.runtime.mesh import Axis, AxisLike
+from gradmesh.transport.run import constants
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import halo_exchange, replicate
 
