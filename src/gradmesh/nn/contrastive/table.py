@@ -949,12 +949,12 @@ class LossInputs:
         ]
         row = torch.stack(local).detach()[None].to(device, non_blocking=True)
         found = all_gather(Packed(row, signature), self.axis)  # type: ignore[call-overload]
-        rows = found.tolist()
-        for column, name in enumerate(numbers, 1):
-            self._same(name, [row[column] for row in rows])
-        return tuple(int(row[0]) for row in rows)
+        counts, *columns = zip(*found.tolist(), strict=True)
+        for name, of_ranks in zip(numbers, columns, strict=True):
+            self._same(name, of_ranks)
+        return tuple(map(int, counts))
 
-    def _same(self, name: str, of_ranks: list[float]) -> None:
+    def _same(self, name: str, of_ranks: Sequence[float]) -> None:
         """Raise if a number differs between ranks by more than rounding and a few training steps explain."""
         low, high = min(of_ranks), max(of_ranks)
         if high - low > 0.01 * max(abs(low), abs(high), 1e-6):
