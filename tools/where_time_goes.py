@@ -85,23 +85,23 @@ def measure(size: int) -> dict[str, Row]:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
             if turn:
                 taken[name].append((1e6 * seconds / number, 1e6 * sum(waited) / number, faults / number))
-    return {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in taken.items()}  # type: ignore[misc]
+    return {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in taken.items()}
 
 
 def _watch_waiting() -> list[float]:
     """A list that gets the seconds of every wait of this process."""
     waited: list[float] = []
-    until = getattr(engine.until, "watched", engine.until)
+    wait = getattr(engine.Engine._wait, "watched", engine.Engine._wait)
 
     def watch(*arguments: Any, **more: Any) -> None:
         begin = time.perf_counter()
         try:
-            until(*arguments, **more)
+            wait(*arguments, **more)
         finally:
             waited.append(time.perf_counter() - begin)
 
-    watch.watched = until  # type: ignore[attr-defined]
-    engine.until = watch
+    watch.watched = wait  # type: ignore[attr-defined]
+    engine.Engine._wait = watch  # type: ignore[method-assign]
     return waited
 
 
