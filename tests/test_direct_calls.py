@@ -332,10 +332,18 @@ def test_sizes_that_do_not_fit_are_an_error_on_every_rank(name: str, ranks: Run)
         assert second == ""
 
 
+OF_TORCH = """
+allreduce reduce reduce_scatter reduce_scatter_single_coalesced broadcast allgather all_gather_single_coalesced gather
+scatter alltoall all_to_all_single barrier send
+"""
+"""The calls of torch that `OwnGroup` leaves to its subclasses."""
+
+
 @pytest.mark.parametrize("group", [ShmGroup, ThreadsGroup])
 def test_group_implements_the_whole_contract(group: type[OwnGroup]) -> None:
     deferred: Sequence[str] = [
         name for name, value in inspect.getmembers(OwnGroup) if getattr(value, "__isabstractmethod__", False)
     ]
     assert "all_gather_flat" in deferred
+    assert set(OF_TORCH.split()) <= vars(group).keys()
     assert [name for name in deferred if getattr(getattr(group, name), "__isabstractmethod__", False)] == []
