@@ -31,11 +31,7 @@ _DEBUGGED = 86400.0
 
 
 class Pools:
-    """The ranks of a session, by number and backend.
-
-    Args:
-        arguments: pytest's command-line options for the display of failures, for process ranks.
-    """
+    """The ranks of a session, by number and backend."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = list(arguments)
@@ -50,12 +46,7 @@ class Pools:
         kwargs: Mapping[str, object],
         task: on_rank.Task,
     ) -> Outcome:
-        """Run a test's function on ranks, and return each rank's outcome.
-
-        Raises:
-            gradmesh.ArgumentError: the backend is unknown, or the function or its arguments cannot be pickled.
-            gradmesh.MissingExtraError: they must be sent by value and cloudpickle is not installed.
-        """
+        """Run a test's function on ranks, and return each rank's outcome."""
         key = where.size, where.backend
         pool = self._pool(key, where.timeout)
         if where.backend != "threads":
@@ -110,16 +101,7 @@ _OF_PYTEST = ("_pytest", "pytest")
 def check_sendable(
     values: Mapping[str, object], backend: str, why_not: Callable[[object], str | None]
 ) -> None:
-    """Raise for values that process ranks cannot get.
-
-    Args:
-        values: the values by fixture name.
-        backend: the backend of the ranks.
-        why_not: why a value cannot be sent; None: it can.
-
-    Raises:
-        ArgumentError: there are such values; the message names their fixtures.
-    """
+    """Raise for values that process ranks cannot get."""
     reasons = {name: why_not(value) for name, value in sorted(values.items())}
     lost = {name: reason for name, reason in reasons.items() if reason is not None}
     if lost:
@@ -200,12 +182,7 @@ class World:
 
 
 class Session:
-    """The ranks of a pytest session, and the failures for its reports.
-
-    Args:
-        config: the session's config.
-        pools: ranks to use, which the caller closes; by default the session creates them.
-    """
+    """The ranks of a pytest session, and the failures for its reports."""
 
     def __init__(self, config: pytest.Config, pools: Pools | None = None) -> None:
         self._config = config
@@ -236,11 +213,7 @@ class Session:
         return RankGenerator(self._seed(item))
 
     def run_test(self, item: pytest.Function, fn: Callable[..., Any], values: Mapping[str, object]) -> None:
-        """Run the body of a test on every rank.
-
-        Raises:
-            BaseException: the error of the first failed rank, or a skip.
-        """
+        """Run the body of a test on every rank."""
         __tracebackhide__ = True
         theirs = values.get("subtests")
         kwargs = {**values, "subtests": Subtests()} if "subtests" in values else values

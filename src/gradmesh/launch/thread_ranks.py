@@ -39,13 +39,7 @@ class _End(SystemExit):
 
 
 class ThreadRanks:
-    """The threads of one world, which keep their process groups between runs.
-
-    Args:
-        size: the number of ranks.
-        timeout: as for `gradmesh.launch`.
-        prefix: as for `gradmesh.launch`.
-    """
+    """The threads of one world, which keep their process groups between runs."""
 
     def __init__(self, size: int, timeout: float | None, prefix: bool | None) -> None:
         threads.register()

@@ -242,11 +242,7 @@ class _Unseen(TorchFunctionMode):
 
 
 class _Follower(Instrument):
-    """The seam to the library's own calls.
-
-    Args:
-        tracker: what follows types.
-    """
+    """The seam to the library's own calls."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker

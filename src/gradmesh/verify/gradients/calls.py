@@ -69,43 +69,28 @@ def is_raw(code: CodeType) -> bool:
 
 @dataclass(eq=False)
 class Called:
-    """One call of a collective.
+    """One call of a collective."""
 
-    Attributes:
-        op: the collective's name.
-        site: the call site.
-        inside: the number of the Function in whose forward or backward it ran; None: outside of Functions.
-        backward: whether it ran in a backward pass.
-        handed_grad: whether a tensor argument requires grad.
-        tensors: its tensor arguments by parameter name, if it ran outside of Functions.
-    """
-
-    op: str
-    site: Site
+    op: str  # the collective's name
+    site: Site  # the call site
+    # the number of the Function in whose forward or backward it ran; None: outside of Functions
     inside: int | None
-    backward: bool
-    handed_grad: bool
+    backward: bool  # whether it ran in a backward pass
+    handed_grad: bool  # whether a tensor argument requires grad
+    # its tensor arguments by parameter name, if it ran outside of Functions
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Node:
-    """One application of an autograd Function, with its graph node.
+    """One application of an autograd Function, with its graph node."""
 
-    Attributes:
-        number: its index in the run.
-        name: the Function's name.
-        site: the line that applies it.
-        node: the graph node.
-        ours: whether the Function belongs to gradmesh.
-        collective: whether it may be at fault: collectives ran in its forward or backward, or it is user code.
-    """
-
-    number: int
-    name: str
-    site: Site
-    node: Any
-    ours: bool
+    number: int  # its index in the run
+    name: str  # the Function's name
+    site: Site  # the line that applies it
+    node: Any  # the graph node
+    ours: bool  # whether the Function belongs to gradmesh
+    # whether it may be at fault: collectives ran in its forward or backward, or it is user code
     collective: bool = False
 
     @property
@@ -125,11 +110,7 @@ class Change:
 
 
 class CallRecorder:
-    """Records collectives and Functions on this thread while inside `recording()`.
-
-    Args:
-        change: a modification to apply to the run.
-    """
+    """Records collectives and Functions on this thread while inside `recording()`."""
 
     def __init__(self, change: Change | None = None) -> None:
         self._change = change
@@ -322,17 +303,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Local:
-    """The gradient that a gather returned on this rank, and its replacement.
+    """The gradient that a gather returned on this rank, and its replacement."""
 
-    Attributes:
-        got: the returned gradient.
-        want: the local slice of the sum over ranks of the incoming gradients.
-        terms: the local slice of each rank's incoming gradient.
-    """
-
-    got: Tensor
-    want: Tensor
-    terms: Tensor
+    got: Tensor  # the returned gradient
+    want: Tensor  # the local slice of the sum over ranks of the incoming gradients
+    terms: Tensor  # the local slice of each rank's incoming gradient
 
 
 class Places:
@@ -429,9 +404,7 @@ def _alike(grads: tuple[Tensor | None, ...]) -> bool:
 def _parts(mine: Tensor | None, given: list[Tensor]) -> Tensor | None:
     """The local slice of each rank's incoming gradient, stacked; None if the op is not a gather.
 
-    Args:
-        mine: the returned gradient, which has the shape of the local shard.
-        given: the incoming gradients: one full tensor, or one tensor per rank.
+    The incoming gradients are one full tensor, or one tensor per rank.
     """
     received = exchanged((None if mine is None else tuple(mine.shape), [g.detach() for g in given]))
     shapes = [shape for shape, _ in received]
@@ -468,23 +441,14 @@ _MOST = 24
 
 @dataclass(frozen=True)
 class Found:
-    """A collective in a recorded run.
-
-    Attributes:
-        place: its place.
-        ours: whether it is a gradmesh verb.
-        raw: whether it is a torch.distributed collective outside of Functions.
-        handed_grad: whether an argument of a raw collective requires grad.
-        inside: the collectives in its forward and backward, with their call sites.
-        back: whether a collective ran in its backward.
-    """
+    """A collective in a recorded run."""
 
     place: Place
-    ours: bool
-    raw: bool
-    handed_grad: bool
-    inside: tuple[str, ...]
-    back: bool
+    ours: bool  # whether it is a gradmesh verb
+    raw: bool  # whether it is a torch.distributed collective outside of Functions
+    handed_grad: bool  # whether an argument of a raw collective requires grad
+    inside: tuple[str, ...]  # the collectives in its forward and backward, with their call sites
+    back: bool  # whether a collective ran in its backward
 
 
 @dataclass
@@ -510,14 +474,7 @@ class Trials:
 def investigate(
     fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options, one_by_one: bool = False
 ) -> Trials:
-    """Record a run, and run again with each collective's gradient changed.
-
-    Args:
-        fn: the program.
-        inputs: returns each rank's inputs.
-        options: the options of the check.
-        one_by_one: scale it on one rank at a time instead of on all ranks at once.
-    """
+    """Record a run, and run again with each collective's gradient changed, on all ranks or on one at a time."""
     program, _, _ = prepared(fn, inputs, options)
     result = Trials()
     try:

@@ -190,12 +190,7 @@ class Work(NamedTuple):
 
 
 def trace_of(events: Iterable[Event], work: Iterable[Work] = ()) -> Entry:
-    """The trace of a run, for `json.dump`.
-
-    Args:
-        events: the calls.
-        work: the ranks' computation, if known; must not overlap with their waits.
-    """
+    """The trace of a run, for `json.dump`; work must not overlap with waits."""
     working = list(work)
     rows = _Rows(one.rank for one in working)
     entries = [_working(one) for one in working]
@@ -320,12 +315,7 @@ class EventLog:
         self._made_by: dict[int, tuple[CallRecord, Event]] = {}
 
     def add(self, recorded: CallRecord | None, **fields: Any) -> Event:
-        """Add the event of a transfer; the caller holds the lock.
-
-        Args:
-            recorded: the metadata of its call, if that is one of gradmesh.
-            fields: of `Event`, without number, phase, origin and of.
-        """
+        """Add the event of a transfer; the caller holds the lock."""
         phase: Phase = "backward" if in_backward() else "forward"
         origin: CallRecord | None = None
         if recorded is not None:
@@ -347,11 +337,7 @@ class EventLog:
 
 
 class Notes(EventLog):
-    """The events of all ranks of a world.
-
-    Args:
-        mesh: the sizes of the axes by name, the slowest first; groups are named by the axes that they extend along.
-    """
+    """The events of all ranks of a world."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
         super().__init__()
@@ -470,13 +456,7 @@ def payload_of(part: Contribution) -> int:
 
 
 def sent_by(place: int, part: Contribution, size: int) -> int:
-    """The bytes that a rank sends to others.
-
-    Args:
-        place: the rank in the group.
-        part: its contribution to the call.
-        size: the number of ranks.
-    """
+    """The bytes that a rank sends to others."""
     op, pieces = op_of(part), part.pieces
     if op == "all_reduce":
         return sum(_sum_everywhere(tensor, place, size) for tensor in part.inputs)
