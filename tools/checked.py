@@ -32,25 +32,15 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """What a check of a script found.
+    """What a check of a script found."""
 
-    Attributes:
-        script: which.
-        found: the rules of its findings, errors first.
-        errors: those of them that are errors.
-        at_line: whether a finding of the expected rule points at a line that the script marks.
-        notes: how many.
-        seconds: of the whole check.
-        plain: of the script alone; None where that was not measured.
-    """
-
-    script: Script
-    found: tuple[str, ...]
-    errors: tuple[str, ...]
-    at_line: bool
-    notes: int
-    seconds: float
-    plain: float | None = None
+    script: Script  # which
+    found: tuple[str, ...]  # the rules of its findings, errors first
+    errors: tuple[str, ...]  # those of them that are errors
+    at_line: bool  # whether a finding of the expected rule points at a line that the script marks
+    notes: int  # how many
+    seconds: float  # of the whole check
+    plain: float | None = None  # of the script alone; None where that was not measured
 
     @property
     def expected(self) -> bool:

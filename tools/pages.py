@@ -27,12 +27,7 @@ def put(page: Path, begin: str, part: str) -> None:
 
 
 def written(files: Mapping[Path, str], write: bool) -> int:
-    """Write the files that are not up to date, or name them; the exit status.
-
-    Args:
-        files: what each file must contain.
-        write: whether to write them.
-    """
+    """Write the files that are not up to date, or name them; the exit status."""
     stale = {path: text for path, text in files.items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         if write:

@@ -23,21 +23,13 @@ BEGIN = mark("docs/versions.md", "build/torch-*.xml")
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the tests.
+    """One run of the tests."""
 
-    Attributes:
-        torch: the version.
-        day: when it was.
-        tests: how many there were.
-        skipped: how many of them did not run.
-        failed: the names of those that failed, or could not be set up.
-    """
-
-    torch: str
-    day: str
-    tests: int
-    skipped: int
-    failed: tuple[str, ...]
+    torch: str  # the version
+    day: str  # when it was
+    tests: int  # how many there were
+    skipped: int  # how many of them did not run
+    failed: tuple[str, ...]  # the names of those that failed, or could not be set up
 
 
 def read(path: Path) -> Report:

@@ -16,12 +16,7 @@ Shapes = list[tuple[int, ...]]
 
 
 class Arguments:
-    """Draws what the verbs of a program are called with.
-
-    Args:
-        program: the program; how many ranks it has is what counts.
-        rng: the source of randomness.
-    """
+    """Draws what the verbs of a program are called with."""
 
     def __init__(self, program: Program, rng: random.Random) -> None:
         self.program, self.rng = program, rng

@@ -44,13 +44,7 @@ def _adjoint(verb: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]] | 
 
 
 def with_by_hand(statements: Sequence[Statement], rng: random.Random, share: float) -> tuple[Statement, ...]:
-    """The statements with some of their calls inside of a Function.
-
-    Args:
-        statements: the statements.
-        rng: draws.
-        share: how many calls, of those that have an adjoint that is one verb.
-    """
+    """The statements with some of their calls inside of a Function."""
     made: list[Statement] = []
     for statement in statements:
         if isinstance(statement, Region):

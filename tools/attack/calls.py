@@ -96,31 +96,19 @@ def pick(value: Any, rank: int) -> Any:
 
 @dataclass(frozen=True)
 class Verb:
-    """A collective.
+    """A collective."""
 
-    Attributes:
-        name: the variable.
-        verb: the name of the verb; "messages" are sends and receives of each rank.
-        arg: its operand.
-        axis: over which it runs.
-        params: what else it is called with.
-        recorded: whether gradients are.
-        way: "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
-        adjoint: of a call by hand, the verb that its backward calls.
-        later: the most statements between an async call and its wait; None: the call is synchronous.
-        coalesced: whether an async call is in a block of `gradmesh.coalesce` with those beside it.
-    """
-
-    name: str
-    verb: str
-    arg: str
-    axis: str
-    params: tuple[tuple[str, Any], ...] = ()
-    recorded: bool = True
-    way: str = ""
-    adjoint: Verb | None = None
+    name: str  # the variable
+    verb: str  # the name of the verb; "messages" are sends and receives of each rank
+    arg: str  # its operand
+    axis: str  # over which it runs
+    params: tuple[tuple[str, Any], ...] = ()  # what else it is called with
+    recorded: bool = True  # whether gradients are
+    way: str = ""  # "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`
+    adjoint: Verb | None = None  # of a call by hand, the verb that its backward calls
+    # the most statements between an async call and its wait; None: the call is synchronous
     later: int | None = None
-    coalesced: bool = False
+    coalesced: bool = False  # whether an async call is in a block of `gradmesh.coalesce` with those beside it
 
 
 def literal(key: str, value: Any) -> str:
@@ -160,13 +148,7 @@ def call(verb: Verb, operand: str) -> str:
 
 
 def launched(verb: Verb, operand: str, pending: str) -> tuple[str, str]:
-    """The expression that launches the call, and the expression of its result.
-
-    Args:
-        verb: a call that takes `async_op`, in a way that leaves statements to run before the wait.
-        operand: the operand.
-        pending: the variable that holds the first expression's value.
-    """
+    """The expression that launches the call, and the expression of its result."""
     structure = verb.way or verb.verb == "exchange"
     done = f"{pending}.wait()"
     return _bare(

@@ -34,15 +34,10 @@ _LARGEST = 50.0
 
 @dataclass
 class Value:
-    """A variable on all ranks.
+    """A variable on all ranks."""
 
-    Attributes:
-        tensors: each rank's.
-        types: over each axis: V, R, I or P.
-    """
-
-    tensors: list[Tensor]
-    types: dict[str, str]
+    tensors: list[Tensor]  # each rank's
+    types: dict[str, str]  # over each axis: V, R, I or P
 
 
 Expected = list[dict[str, Tensor | None]]
@@ -82,12 +77,7 @@ def _result_type(verb: str, params: dict[str, Any], type_: str) -> str:
 
 
 class Dense:
-    """All ranks of a program.
-
-    Args:
-        program: the program.
-        duals: whether leaves get tangents; a level has to be open.
-    """
+    """All ranks of a program."""
 
     def __init__(self, program: Program, *, duals: bool = False) -> None:
         self.program = program
@@ -252,11 +242,7 @@ class Dense:
 
 
 def expected(program: Program) -> Expected:
-    """What every rank has to return.
-
-    Raises:
-        Invalid: the verbs do not support the program, or it is not differentiable.
-    """
+    """What every rank has to return."""
     flat: list[Statement] = []
     for statement in program.statements:
         if isinstance(statement, Region):

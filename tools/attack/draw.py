@@ -218,16 +218,7 @@ class _Draw(Arguments):
 def drawn(
     seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, pending: float = 0.0, by_hand: float = 0.0
 ) -> Program:
-    """A random program.
-
-    Args:
-        seed: of the run.
-        index: the program's number in the run; each is drawn by itself.
-        ranks: the least and the largest number of ranks.
-        pending: the share of the calls that are async and waited for later; nothing else in the program changes.
-        by_hand: the share of the calls that a Function makes whose backward calls the adjoint by hand. None is in a
-            program of `ordered()`, which does not see them, or of forward mode, which they do not have.
-    """
+    """A random program."""
     rng = random.Random(f"{seed}/{index}")
     size = rng.randint(*ranks)
     mode = rng.choices(MODES, (30, 30, 6, 8, 10, 16))[0]

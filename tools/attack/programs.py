@@ -44,42 +44,26 @@ class Term:
     """A term of each rank's loss: an expression over one variable, or None on a rank that does not use it.
 
     In a derivative of the second order or more, the variable may be the gradient of a leaf, "grad NAME".
-
-    Attributes:
-        texts: each rank's expression.
-        arg: the variable.
-        weighted: whether rank r takes it 1 + r times.
     """
 
-    texts: tuple[str | None, ...]
-    arg: str
-    weighted: bool
+    texts: tuple[str | None, ...]  # each rank's expression
+    arg: str  # the variable
+    weighted: bool  # whether rank r takes it 1 + r times
 
 
 @dataclass(frozen=True)
 class Program:
-    """A random program.
+    """A random program."""
 
-    Attributes:
-        ranks: how many there are.
-        mesh: whether four ranks lie on a mesh, 2 by 2.
-        dtype: of all leaves.
-        mode: which derivatives are taken.
-        ordered: whether inside `gradmesh.ordered()`.
-        paired: whether every rank does the same, so that backward collectives meet without `ordered()`.
-        statements: in order.
-        losses: the terms of the loss; then those of each further order.
-        after: collectives without gradient that follow, as the next step of a training would.
-    """
-
-    ranks: int
-    mesh: bool
-    dtype: str
-    mode: str
-    ordered: bool
-    paired: bool
-    statements: tuple[Statement, ...] = ()
-    losses: tuple[tuple[Term, ...], ...] = ()
+    ranks: int  # how many there are
+    mesh: bool  # whether four ranks lie on a mesh, 2 by 2
+    dtype: str  # of all leaves
+    mode: str  # which derivatives are taken
+    ordered: bool  # whether inside `gradmesh.ordered()`
+    paired: bool  # whether every rank does the same, so that backward collectives meet without `ordered()`
+    statements: tuple[Statement, ...] = ()  # in order
+    losses: tuple[tuple[Term, ...], ...] = ()  # the terms of the loss; then those of each further order
+    # collectives without gradient that follow, as the next step of a training would
     after: tuple[Verb, ...] = ()
 
     @property

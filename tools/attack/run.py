@@ -30,19 +30,14 @@ ALLOWED = {"float32": 2e-3, "float64": 1e-9, "complex128": 1e-9}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program.
+    """What became of a program."""
 
-    Attributes:
-        kind: "right"; "refused" on every rank; "refused after a return", where some ranks were through and the others
-            raised; "refused in one group" of a mesh, and by no rank of another one; else a finding: "wrong", "hang",
-            "foreign error", "error on some ranks only".
-        what: the refusal's first line, or what was wrong.
-        detail: more about a finding.
-    """
-
+    # "right"; "refused" on every rank; "refused after a return", where some ranks were through and the others
+    # raised; "refused in one group" of a mesh, and by no rank of another one; else a finding: "wrong",
+    # "hang", "foreign error", "error on some ranks only"
     kind: str
-    what: str = ""
-    detail: str = ""
+    what: str = ""  # the refusal's first line, or what was wrong
+    detail: str = ""  # more about a finding
 
 
 @dataclass(frozen=True)
@@ -98,12 +93,7 @@ def on_rank(text: str) -> Outcome:
 
 
 class Pools:
-    """Ranks of one backend that live on from program to program, also after one that failed.
-
-    Args:
-        backend: as for `gradmesh.launch`.
-        patience: seconds that a program may take.
-    """
+    """Ranks of one backend that live on from program to program, also after one that failed."""
 
     def __init__(self, backend: str, patience: float = PATIENCE) -> None:
         self.backend = backend
@@ -111,11 +101,7 @@ class Pools:
         self._pools: dict[int, gm.Ranks] = {}
 
     def run(self, program: Program) -> list[Outcome]:
-        """Run a program on its ranks.
-
-        Raises:
-            RankError: the ranks did not come back in time, or died.
-        """
+        """Run a program on its ranks."""
         pool = self._pools.get(program.ranks)
         if pool is None:
             pool = self._pools[program.ranks] = gm.Ranks(
@@ -146,14 +132,7 @@ class Pools:
 def compared(
     outcomes: Sequence[Outcome], dense: Expected, dtype: str, allowed: float | None = None
 ) -> Verdict:
-    """Hold what ranks returned against the dense run; a gradient that is None is zero.
-
-    Args:
-        outcomes: what they returned.
-        dense: what they had to.
-        dtype: of the program.
-        allowed: how far a value may be off, relative to the largest entry or to 1; None: `ALLOWED` for the dtype.
-    """
+    """Hold what ranks returned against the dense run; a gradient that is None is zero."""
     allowed = ALLOWED[dtype] if allowed is None else allowed
     for rank, (own, right) in enumerate(zip(outcomes, dense, strict=True)):
         if isinstance(own, Failure):
@@ -204,16 +183,7 @@ def _kind_of(name: str) -> str:
 
 
 def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Verdict:
-    """Run a program on ranks and judge it.
-
-    Args:
-        program: the program.
-        pools: the ranks.
-        dense: what is expected, where that is known already.
-
-    Raises:
-        Invalid: the program is none that the verbs are meant for.
-    """
+    """Run a program on ranks and judge it."""
     dense = expected(program) if dense is None else dense
     try:
         outcomes = pools.run(program)

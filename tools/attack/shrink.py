@@ -136,14 +136,7 @@ def _simpler(program: Program) -> Iterator[Program]:
 def shrunk(
     program: Program, fails: Callable[[Program], bool], tries: int = 400, seconds: float = 20.0
 ) -> Program:
-    """The smallest program that is found by dropping and simplifying, one thing at a time.
-
-    Args:
-        program: one that fails.
-        fails: whether another one does, in the same way.
-        tries: how many are run at most.
-        seconds: how long it may take.
-    """
+    """The smallest program that is found by dropping and simplifying, one thing at a time."""
     again, deadline = True, time.monotonic() + seconds
     while again:
         again = False

@@ -11,21 +11,13 @@ __all__ = ["Leaf", "Local", "Region", "Statement", "arguments_of", "names_of"]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a program begins with.
+    """A tensor that a program begins with."""
 
-    Attributes:
-        name: the variable.
-        seed: of its values; those of type V add the rank.
-        shapes: each rank's shape.
-        kind: V; R or I, the same values on all ranks.
-        requires: whether it requires grad, on each rank.
-    """
-
-    name: str
-    seed: int
-    shapes: tuple[tuple[int, ...], ...]
-    kind: str
-    requires: tuple[bool, ...]
+    name: str  # the variable
+    seed: int  # of its values; those of type V add the rank
+    shapes: tuple[tuple[int, ...], ...]  # each rank's shape
+    kind: str  # V; R or I, the same values on all ranks
+    requires: tuple[bool, ...]  # whether it requires grad, on each rank
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,7 @@ def _derived(inner: Meaning, way: str, xs: list[Tensor], ps: list[Params]) -> li
 
 
 def meaning(verb: str, way: str) -> Meaning:
-    """What a verb means that is called in some way.
-
-    Args:
-        verb: its name.
-        way: "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
-    """
+    """What a verb means that is called in some way."""
     plain = MEANINGS[verb]
     if way in ("", BY_HAND):
         return plain

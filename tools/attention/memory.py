@@ -15,10 +15,6 @@ def peaks(case: Case, way: str) -> float:
     """The peak of forward and backward on this rank above its inputs, in MB.
 
     The inputs are the rank's part of the sequence, and the gradient of its result.
-
-    Args:
-        case: what is computed.
-        way: how.
     """
     torch.set_num_threads(1)
     run = step(case, way)

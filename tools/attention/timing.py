@@ -15,14 +15,7 @@ __all__ = ["times"]
 
 
 def times(case: Case, ways: tuple[str, ...], rounds: int, link: Link | None = None) -> dict[str, list[float]]:
-    """The seconds of each step on this rank, by way.
-
-    Args:
-        case: what is computed.
-        ways: how.
-        rounds: how often each way has its turn.
-        link: a delay of the wire; None: the wire as it is.
-    """
+    """The seconds of each step on this rank, by way."""
     torch.set_num_threads(1)
     inputs, found = case.inputs(), {way: [0.0] * 0 for way in ways}
     with contextlib.nullcontext() if link is None else delayed(link):

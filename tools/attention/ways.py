@@ -18,19 +18,12 @@ __all__ = ["WAYS", "Case", "step"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed.
+    """What is computed."""
 
-    Attributes:
-        length: of the whole sequence.
-        heads: how many.
-        features: of a head.
-        causal: whether a place sees only places up to itself.
-    """
-
-    length: int = 4096
-    heads: int = 16
-    features: int = 64
-    causal: bool = False
+    length: int = 4096  # of the whole sequence
+    heads: int = 16  # how many
+    features: int = 64  # of a head
+    causal: bool = False  # whether a place sees only places up to itself
 
     def inputs(self) -> list[Tensor]:
         """This rank's queries, keys and values, and the gradient of what it sees, all drawn."""

@@ -122,17 +122,11 @@ KINDS = tuple(dict.fromkeys(kind for kind, *_ in _RULES))
 
 @dataclass(frozen=True)
 class Mutant:
-    """A program with a fault, or with a change that is none.
+    """A program with a fault, or with a change that is none."""
 
-    Attributes:
-        kind: what was done.
-        line: where, in the text of the program.
-        text: of the script.
-    """
-
-    kind: str
-    line: int
-    text: str
+    kind: str  # what was done
+    line: int  # where, in the text of the program
+    text: str  # of the script
 
 
 def mutants(text: str) -> list[Mutant]:

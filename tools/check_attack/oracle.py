@@ -23,17 +23,11 @@ Truth = str
 
 @dataclass
 class Reference:
-    """A right program, run.
+    """A right program, run."""
 
-    Attributes:
-        runs: of its ranks.
-        kinds: for each parameter the number of the part that each rank has.
-        parted: whether ranks have other parts of it between the steps.
-    """
-
-    runs: list[Ran]
-    kinds: list[list[int]]
-    parted: bool
+    runs: list[Ran]  # of its ranks
+    kinds: list[list[int]]  # for each parameter the number of the part that each rank has
+    parted: bool  # whether ranks have other parts of it between the steps
 
 
 def reference_of(program: Program, path: Path) -> Reference | str:

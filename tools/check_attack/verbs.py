@@ -95,17 +95,11 @@ def faulty(program: Program) -> Program | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check said of a program, or of one with the fault.
+    """What the check said of a program, or of one with the fault."""
 
-    Attributes:
-        index: of the program.
-        wrong: whether its gradients are not those of the program as it was drawn.
-        verdict: the check's.
-    """
-
-    index: int
-    wrong: bool
-    verdict: Verdict
+    index: int  # of the program
+    wrong: bool  # whether its gradients are not those of the program as it was drawn
+    verdict: Verdict  # the check's
 
     @property
     def errors(self) -> list[str]:

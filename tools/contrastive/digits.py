@@ -23,19 +23,12 @@ CHUNK = 16
 
 @dataclass(frozen=True)
 class Way:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        name: in words.
-        batch: how many samples on all ranks.
-        gathered: whether the other ranks' samples are negatives too.
-        cached: whether encoders are given `CHUNK` samples at once.
-    """
-
-    name: str
-    batch: int
-    gathered: bool
-    cached: bool = False
+    name: str  # in words
+    batch: int  # how many samples on all ranks
+    gathered: bool  # whether the other ranks' samples are negatives too
+    cached: bool = False  # whether encoders are given `CHUNK` samples at once
 
 
 WAYS = (
@@ -76,12 +69,7 @@ def _trained(way: Way, model: Towers, images: Images, steps: int, seed: int) -> 
 
 
 def recalls(seeds: Sequence[int], steps: int) -> dict[str, list[float]]:
-    """The recall of each way and seed.
-
-    Args:
-        seeds: of the images' order, the parameters and the batches.
-        steps: how many of the optimizer.
-    """
+    """The recall of each way and seed."""
     found: dict[str, list[float]] = {}
     with gm.Ranks(RANKS, backend="threads", timeout=600) as ranks:
         for seed in seeds:

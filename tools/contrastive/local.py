@@ -12,14 +12,7 @@ __all__ = ["local_loss"]
 
 
 def local_loss(left: Tensor, right: Tensor, scale: Tensor, *, gathered: bool = True) -> Tensor:
-    """The mean over this rank's pairs, of equally many on every rank; the gradient goes through the gather.
-
-    Args:
-        left: this rank's embeddings of one kind.
-        right: those of the other kind.
-        scale: the inverse temperature.
-        gathered: whether the other ranks' embeddings are negatives too.
-    """
+    """The mean over this rank's pairs, of equally many on every rank; the gradient goes through the gather."""
     n, rank = len(left), gm.rank() if gathered else 0
     places = torch.arange(n) + n * rank
     all_left, all_right = (gm.all_gather(left), gm.all_gather(right)) if gathered else (left, right)

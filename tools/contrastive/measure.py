@@ -30,26 +30,14 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took on this rank.
+    """What a step took on this rank."""
 
-    Attributes:
-        seconds: how long.
-        mib: the most memory of the process above what it had before, with the inputs in it.
-    """
-
-    seconds: float
-    mib: float
+    seconds: float  # how long
+    mib: float  # the most memory of the process above what it had before, with the inputs in it
 
 
 def steps(ways: Sequence[str], samples: int, features: int, repeats: int) -> dict[str, list[Step]]:
-    """Take steps of each way in turn, on each rank.
-
-    Args:
-        ways: which of `WAYS`.
-        samples: how many on all ranks.
-        features: of an embedding.
-        repeats: how many steps of each.
-    """
+    """Take steps of each way in turn, on each rank."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(gm.rank())
     rows = samples // gm.world_size()

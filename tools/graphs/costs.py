@@ -16,18 +16,13 @@ __all__ = ["Cost", "costs"]
 
 @dataclass(frozen=True)
 class Cost:
-    """What the steps take on a pool of ranks.
+    """What the steps take on a pool of ranks."""
 
-    Attributes:
-        backend: of the ranks; "": one process, without a plan.
-        ranks: how many there are.
-        seconds: by kind, those of each round on the slowest rank.
-        memory: by kind, each rank's peak in bytes above what was there before.
-    """
-
-    backend: str
-    ranks: int
+    backend: str  # of the ranks; "": one process, without a plan
+    ranks: int  # how many there are
+    # by kind, those of each round on the slowest rank
     seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    # by kind, each rank's peak in bytes above what was there before
     memory: dict[str, list[int]] = field(default_factory=dict)
 
     def median(self, kind: str) -> float:
@@ -36,15 +31,7 @@ class Cost:
 
 
 def costs(nodes: int, neighbours: int, width: int, pools: list[tuple[str, int]], rounds: int) -> list[Cost]:
-    """Those of every pool.
-
-    Args:
-        nodes: the number of nodes.
-        neighbours: the edges that end at each.
-        width: of the network.
-        pools: backends and numbers of ranks.
-        rounds: how often all pools have their turn.
-    """
+    """Those of every pool."""
     points, cell = slab(nodes)
     graph = crystal(points, cell, neighbours)
     found = [Cost(*pool) for pool in pools]

@@ -22,19 +22,12 @@ _COLOURS = {4: "#0072B2", 16: "#D55E00"}
 
 @dataclass(frozen=True)
 class Grown:
-    """Bytes that all ranks send in one exchange, by the number of nodes.
+    """Bytes that all ranks send in one exchange, by the number of nodes."""
 
-    Attributes:
-        shape: of the cell.
-        ranks: how many there are.
-        plan: bytes by the plan.
-        gather: bytes of a whole gather.
-    """
-
-    shape: str
-    ranks: int
-    plan: dict[int, int]
-    gather: dict[int, int]
+    shape: str  # of the cell
+    ranks: int  # how many there are
+    plan: dict[int, int]  # bytes by the plan
+    gather: dict[int, int]  # bytes of a whole gather
 
 
 def rows_needed(edges: Tensor, owner: Tensor) -> int:

@@ -19,40 +19,20 @@ __all__ = ["LonePart", "Region", "region"]
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What a plan would know on a rank.
-
-    Attributes:
-        rank: the rank.
-        own: its nodes, by number.
-        remote: the nodes whose rows it needs, by owner and then by number.
-        send: which own rows go to the other ranks, one rank after another.
-        sent: how many go to each.
-        received: how many come from each.
-        edge_index: its edges, counted in own and remote rows.
-        local: the graph of these edges.
-    """
+    """What a plan would know on a rank."""
 
     rank: int
-    own: Tensor
-    remote: Tensor
-    send: Tensor
-    sent: list[int]
-    received: list[int]
-    edge_index: Tensor
-    local: Crystal
+    own: Tensor  # its nodes, by number
+    remote: Tensor  # the nodes whose rows it needs, by owner and then by number
+    send: Tensor  # which own rows go to the other ranks, one rank after another
+    sent: list[int]  # how many go to each
+    received: list[int]  # how many come from each
+    edge_index: Tensor  # its edges, counted in own and remote rows
+    local: Crystal  # the graph of these edges
 
 
 def region(points: Tensor, cell: Tensor, owner: Tensor, neighbours: int, ranks: int, rank: int) -> Region:
-    """The part of a rank, of edges that are looked for only where it has nodes.
-
-    Args:
-        points: all of them.
-        cell: theirs.
-        owner: the rank of each.
-        neighbours: how many edges end at each.
-        ranks: how many ranks there are.
-        rank: the rank.
-    """
+    """The part of a rank, of edges that are looked for only where it has nodes."""
     own = (owner == rank).nonzero().squeeze(1)
     edges, shifts = nearest(points, cell, neighbours, around=own)
     source, target = owner[edges[0]], owner[edges[1]]

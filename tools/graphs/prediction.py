@@ -35,13 +35,9 @@ SIZES = (500, 2_000, 5_000, 10_000, 20_000)
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a step's work by the number of nodes, measured at some of them.
+    """Seconds of a step's work by the number of nodes, measured at some of them."""
 
-    Attributes:
-        measured: the seconds by the number of nodes, at two or more.
-    """
-
-    measured: dict[int, float]
+    measured: dict[int, float]  # the seconds by the number of nodes, at two or more
 
     def of(self, nodes: int) -> float:
         """On the line between the two sizes around it, or through the two that are nearest.
@@ -81,23 +77,14 @@ def _work(kind: str, neighbours: int, width: int, sizes: tuple[int, ...], repeat
 
 @dataclass(frozen=True)
 class Predicted:
-    """A step of the slowest of the ranks that were played.
+    """A step of the slowest of the ranks that were played."""
 
-    Attributes:
-        ranks: how many there are.
-        nodes: of the graph.
-        own: the nodes of the rank.
-        remote: the rows that it needs of others.
-        direct: seconds of its calls, if all ranks reach each other at once.
-        in_rounds: the same by the faster of ring and tree.
-    """
-
-    ranks: int
-    nodes: int
-    own: int
-    remote: int
-    direct: float
-    in_rounds: float
+    ranks: int  # how many there are
+    nodes: int  # of the graph
+    own: int  # the nodes of the rank
+    remote: int  # the rows that it needs of others
+    direct: float  # seconds of its calls, if all ranks reach each other at once
+    in_rounds: float  # the same by the faster of ring and tree
 
 
 def _lone_step(part: Region, kind: str, width: int) -> None:
@@ -130,16 +117,7 @@ def _regions(nodes: int, neighbours: int, ranks: int, played: int) -> list[Regio
 
 
 def at_scale(nodes: int, neighbours: int, width: int, ranks: int, kind: str, played: int = 3) -> Predicted:
-    """A step on a slab, some of its ranks played one at a time.
-
-    Args:
-        nodes: of the slab.
-        neighbours: the edges that end at each.
-        width: of the network.
-        ranks: how many the slab is cut over.
-        kind: of step.
-        played: how many ranks are played, of which the slowest counts.
-    """
+    """A step on a slab, some of its ranks played one at a time."""
     found = []
     for part in _regions(nodes, neighbours, ranks, played):
         direct, in_rounds = (

@@ -22,14 +22,7 @@ Energy = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def step_of(kind: str, energy: Energy, points: Tensor, width: int) -> Callable[[], list[Tensor]]:
-    """A step.
-
-    Args:
-        kind: of `KINDS`.
-        energy: of positions and weights.
-        points: where the nodes are that this rank holds.
-        width: of the network.
-    """
+    """A step."""
     at = points.clone().requires_grad_()
     leaves = [weight.requires_grad_() for weight in weights(width)]
 
@@ -61,16 +54,7 @@ _steps: dict[str, Callable[[], list[Tensor]]] = {}
 
 
 def prepare(graph: Crystal, owner: Tensor | None, width: int) -> dict[str, int]:
-    """Make this rank's steps, and weigh the first of each in a process that has made none.
-
-    Args:
-        graph: the graph.
-        owner: the rank of each node; None: no plan, the program of one process.
-        width: of the network.
-
-    Returns:
-        For each kind by how many bytes the step's peak is above what was there before.
-    """
+    """Make this rank's steps, and weigh the first of each in a process that has made none."""
     torch.set_num_threads(1)
     if owner is None:
         for kind in KINDS:

@@ -20,21 +20,13 @@ _VERBS = {"plan": "neighbor_all_to_all", "gather": ("all_gather", "reduce_scatte
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sent.
+    """What a rank sent."""
 
-    Attributes:
-        rows: the rows that others need of it.
-        remote: the rows that it needs of others.
-        row_bytes: the size of a row.
-        plan: bytes of an exchange, forward, backward, and backward of these both.
-        gather: bytes of a whole gather, forward and backward.
-    """
-
-    rows: int
-    remote: int
-    row_bytes: int
-    plan: tuple[int, ...]
-    gather: tuple[int, ...]
+    rows: int  # the rows that others need of it
+    remote: int  # the rows that it needs of others
+    row_bytes: int  # the size of a row
+    plan: tuple[int, ...]  # bytes of an exchange, forward, backward, and backward of these both
+    gather: tuple[int, ...]  # bytes of a whole gather, forward and backward
 
     @property
     def expected(self) -> tuple[int, ...]:
@@ -48,13 +40,6 @@ def counted(graph: Crystal, owner: Tensor, ranks: int, width: int, backend: str)
 
     On threads it is counted from the tensors that a rank hands to each other in its process group, on other backends
     from the lengths that it tells its carrier.
-
-    Args:
-        graph: the graph.
-        owner: the rank of each node.
-        ranks: how many there are.
-        width: the numbers in a row.
-        backend: of the ranks.
     """
     args = (graph.edges, owner, width)
     if backend == "threads":

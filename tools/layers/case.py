@@ -19,30 +19,20 @@ Lie = int | Type
 
 @dataclass(frozen=True)
 class Case:
-    """A layer.
+    """A layer."""
 
-    Attributes:
-        name: its own.
-        types: of its operands and its result.
-        shapes: of the leaves, whole, where there are `n` of what is cut, and other dims are `s` times as long.
-        lies: how each leaf lies.
-        dense: the dense layer as a function of the whole leaves.
-        parts: makes the layer, a function of a rank's leaves, for leaves of these shapes and for the sizes in which
-            things are cut.
-        result: how the result lies.
-        compiles: whether it is to be compiled whole, where all parts are of one size.
-        large: `n` and `s` where memory is measured.
-    """
-
-    name: str
-    types: str
+    name: str  # its own
+    types: str  # of its operands and its result
+    # of the leaves, whole, where there are `n` of what is cut, and other dims are `s` times as long
     shapes: Callable[[int, int], list[tuple[int, ...]]]
-    lies: tuple[Lie, ...]
-    dense: Callable[..., Tensor]
+    lies: tuple[Lie, ...]  # how each leaf lies
+    dense: Callable[..., Tensor]  # the dense layer as a function of the whole leaves
+    # makes the layer, a function of a rank's leaves, for leaves of these shapes and for the sizes in which
+    # things are cut
     parts: Callable[[list[torch.Size], tuple[int, ...]], Callable[..., Tensor]]
-    result: Lie
-    compiles: bool = True
-    large: tuple[int, int] = (4096, 64)
+    result: Lie  # how the result lies
+    compiles: bool = True  # whether it is to be compiled whole, where all parts are of one size
+    large: tuple[int, int] = (4096, 64)  # `n` and `s` where memory is measured
 
 
 def whole_of(case: Case, n: int, s: int = 1, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -41,25 +41,16 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """What is found of a layer.
+    """What is found of a layer."""
 
-    Attributes:
-        case: the layer.
-        even: how far value, slopes and second slopes are off where all ranks have as much.
-        uneven: the largest of them where they have not.
-        empty: the same where ranks have nothing.
-        compiled: how far the gradients of the compiled layer are from its own, or None where that is not measured.
-        megabytes: of a rank, by the number of ranks.
-        findings: the audit's.
-    """
-
-    case: Case
-    even: list[float]
-    uneven: float
-    empty: float
+    case: Case  # the layer
+    even: list[float]  # how far value, slopes and second slopes are off where all ranks have as much
+    uneven: float  # the largest of them where they have not
+    empty: float  # the same where ranks have nothing
+    # how far the gradients of the compiled layer are from its own, or None where that is not measured
     compiled: float | None
-    megabytes: dict[int, float]
-    findings: list[str]
+    megabytes: dict[int, float]  # of a rank, by the number of ranks
+    findings: list[str]  # the audit's
 
     @property
     def right(self) -> bool:
@@ -97,13 +88,7 @@ def _megabytes(name: str) -> float:
 
 
 def row_of(case: Case, processes: dict[int, Run], *, weigh: bool = True) -> Row:
-    """Measure a layer.
-
-    Args:
-        case: the layer.
-        processes: what runs a function on so many ranks that are processes.
-        weigh: whether memory is measured too.
-    """
+    """Measure a layer."""
 
     def worst(cuts: tuple[tuple[int, ...], ...]) -> list[float]:
         found = [

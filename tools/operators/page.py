@@ -54,11 +54,7 @@ only, with three operands and more). The columns count the tests:
 
 
 def proofs() -> dict[str, Proof]:
-    """Every operator's proof: those of its samples, added up.
-
-    Raises:
-        RefutedError: a rule says what is not so.
-    """
+    """Every operator's proof: those of its samples, added up."""
     made: dict[str, Proof] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

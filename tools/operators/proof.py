@@ -32,21 +32,13 @@ class RefutedError(AssertionError):
 
 @dataclass
 class Proof:
-    """What was compared with values.
+    """What was compared with values."""
 
-    Attributes:
-        name: the operator.
-        rule: its rule.
-        values: for how many choices of types values were compared.
-        gradients: for how many of them gradients were.
-        refused: how many choices the rule calls a fault, and values show that it is one.
-    """
-
-    name: str
+    name: str  # the operator
     rule: str
-    values: int = 0
-    gradients: int = 0
-    refused: int = 0
+    values: int = 0  # for how many choices of types values were compared
+    gradients: int = 0  # for how many of them gradients were
+    refused: int = 0  # how many choices the rule calls a fault, and values show that it is one
     said: set[str] = field(default_factory=set)
 
 
@@ -115,14 +107,7 @@ class Case:
         return drawn.reshape(one.shape).to(one.dtype)
 
     def spread(self, one: Operand, kind: Kind, how: str = "") -> list[Tensor]:
-        """The values of an operand of a type, on each rank.
-
-        Args:
-            one: the operand.
-            kind: the type.
-            how: "wide": from -3 to 3, each rank's by itself; "odd": also a NaN and zeros among them; "infinite": all
-                that, and infinities.
-        """
+        """The values of an operand of a type, on each rank: "wide", "odd" with a NaN and zeros, or "infinite"."""
         if how and not one.definite and one.dtype is torch.float64:
             wide = Operand(one.shape, -3.0, 3.0)
             parts = [self.draw(wide) for _ in range(RANKS if kind in (V, P) else 1)]
@@ -199,11 +184,7 @@ def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def prove(name: str, text: str, seed: int = 0) -> Proof:
-    """Hold an operator's rule against values and gradients, for every choice of types of a sample's operands.
-
-    Raises:
-        RefutedError: it says what is not so.
-    """
+    """Hold an operator's rule against values and gradients, for every choice of types of a sample's operands."""
     case = Case(name, text, seed)
     proof = Proof(name, case.rule.text)
     fixed = {one: case.draw(one) for one in case.places if not one.typed}

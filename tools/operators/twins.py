@@ -16,11 +16,7 @@ __all__ = ["twins_of"]
 
 
 def twins_of(name: str, text: str, seed: int = 0) -> list[str]:
-    """The twins of an operator that did the same with a sample's operands.
-
-    Raises:
-        RefutedError: one did something else.
-    """
+    """The twins of an operator that did the same with a sample's operands."""
     base, _, overload = name.partition(".")
     case = Case(name, text, seed)
     if base.endswith("_") or case.rule.made == "~":

@@ -35,15 +35,10 @@ Times = dict[str, dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The times of a program, those of the slowest rank of each step.
+    """The times of a program, those of the slowest rank of each step."""
 
-    Attributes:
-        link: the delay; None: the wire as it is.
-        times: seconds by way and half.
-    """
-
-    link: Link | None
-    times: Times
+    link: Link | None  # the delay; None: the wire as it is
+    times: Times  # seconds by way and half
 
     def best(self, half: str) -> float:
         """What is left if everything is hidden that can be: the longer of work and calls."""
@@ -123,15 +118,7 @@ def link_for(run: Run, make: Make, seconds: float, latency_us: float = 200.0) ->
 def measured(
     run: Run, make: Make, link: Link | None, repeats: int = 7, of: Pick = statistics.median
 ) -> Figures:
-    """Measure every way.
-
-    Args:
-        run: runs a function on the ranks.
-        make: makes the program on a rank.
-        link: the delay; None: the wire as it is.
-        repeats: how many steps of each way; one more comes before and does not count.
-        of: which time of several counts; `min` where others use the machine too.
-    """
+    """Measure every way."""
     return Figures(link, _one(run(_on_rank, make, link, WAYS, repeats), of))
 
 

@@ -27,13 +27,7 @@ def machine(ranks: int) -> str:
 
 
 def figures_text(found: Sequence[Row], ranks: int, which: str) -> str:
-    """The tables, in Markdown.
-
-    Args:
-        found: the figures.
-        ranks: the number of ranks.
-        which: which times of several they are.
-    """
+    """The tables, in Markdown."""
     slow = [row for row in found if row[2].link is not None]
     plain = [row for row in found if row[2].link is None]
     aimed = [figures.ratio("overlapped", half) for *_, figures in slow for half in HALVES]

@@ -44,16 +44,7 @@ def ring_attention(
     ranks: int | None = None,
     begin: Callable[[Tensor], Waitable] = begin_shift,
 ) -> Tensor:
-    """Attend to the keys and values of all ranks.
-
-    Args:
-        q: this rank's queries, (..., its part of the sequence, features).
-        k: its keys, likewise.
-        v: its values, likewise.
-        blocks: into how many blocks keys and values are cut.
-        ranks: how many ranks there are; None: those of the axis.
-        begin: begins to hand a block on.
-    """
+    """Attend to the keys and values of all ranks."""
     around = gm.world_size() if ranks is None else ranks
     own = zip(k.chunk(blocks, -2), v.chunk(blocks, -2), strict=True)
     coming: list[Waitable] = [Done(torch.stack(block)) for block in own]

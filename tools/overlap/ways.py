@@ -20,15 +20,10 @@ Begin = Callable[[Tensor], Waitable]
 
 
 class Program(abc.ABC):
-    """A program on one rank, which computes losses that differ from rank to rank.
+    """A program on one rank, which computes losses that differ from rank to rank."""
 
-    Attributes:
-        sent: bytes that a rank sends in forward, and as many in backward.
-        calls: the number of calls that do.
-    """
-
-    sent: int
-    calls: int
+    sent: int  # bytes that a rank sends in forward, and as many in backward
+    calls: int  # the number of calls that do
 
     @abc.abstractmethod
     def run(self, begin: Begin) -> Tensor:
@@ -64,13 +59,7 @@ class Program(abc.ABC):
 
 
 class Chain(Program):
-    """The chain of layers.
-
-    Args:
-        samples: of each rank.
-        width: of each layer.
-        layers: how many have their weights over the ranks.
-    """
+    """The chain of layers."""
 
     def __init__(self, samples: int = 5120, width: int = 384, layers: int = 8) -> None:
         super().__init__()
@@ -103,14 +92,7 @@ class Chain(Program):
 
 
 class Ring(Program):
-    """Ring attention.
-
-    Args:
-        heads: the number of heads.
-        part: the part of the sequence that a rank has.
-        features: of each head.
-        blocks: into how many blocks a rank's keys and values are cut.
-    """
+    """Ring attention."""
 
     def __init__(self, heads: int = 3, part: int = 2048, features: int = 64, blocks: int = 12) -> None:
         super().__init__()

@@ -25,17 +25,12 @@ _SLOW = CostModel(Link(latency_us=50, gbytes_per_s=1))
 
 @dataclass
 class Report:
-    """What an attack found.
+    """What an attack found."""
 
-    Attributes:
-        counts: programs by kind and by how they ended without a schedule.
-        findings: what differed, with the program's number and seed.
-        orders: the number of different orders that were run.
-    """
-
+    # programs by kind and by how they ended without a schedule
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    findings: list[str] = field(default_factory=list)
-    orders: int = 0
+    findings: list[str] = field(default_factory=list)  # what differed, with the program's number and seed
+    orders: int = 0  # the number of different orders that were run
 
     def __str__(self) -> str:
         lines = [f"{kind}, {ended}: {count}" for (kind, ended), count in sorted(self.counts.items())]
@@ -45,13 +40,7 @@ class Report:
 
 
 def attack(programs: int, seed: int, schedules: int = 2) -> Report:
-    """Run random programs, of gradmesh's verbs in all modes of autodiff and of torch.distributed's calls.
-
-    Args:
-        programs: how many of each kind.
-        seed: of the programs and the schedules.
-        schedules: under how many schedules each is run, twice each; every other one with a cost model.
-    """
+    """Run random programs, of gradmesh's verbs in all modes of autodiff and of torch.distributed's calls."""
     report = Report()
     for index in range(programs):
         program = drawn(seed, index)

@@ -93,15 +93,7 @@ class _Program:
 
 
 def run_raw(seed: int, size: int, steps: int = 12, *, alone: bool = False) -> Tensor:
-    """Run a program on this rank, and return what comes out.
-
-    Args:
-        seed: which program.
-        size: the number of ranks.
-        steps: how many calls.
-        alone: whether a rank that plays alone can run it: no messages, nothing that depends on values, and
-            no groups of different sizes.
-    """
+    """Run a program on this rank, and return what comes out; `alone`: without calls that need other ranks' values."""
     program = _Program(seed, size)
     calls = list(_CALLS)
     if alone:

@@ -37,23 +37,15 @@ _AT_ONCE = 100
 
 @dataclass
 class Comparison:
-    """What came of the programs.
+    """What came of the programs."""
 
-    Attributes:
-        modes: programs that agree, by the derivatives they take.
-        verbs: verbs in them.
-        values: tensors that were compared.
-        farthest: the largest difference, relative to the largest entry or to 1.
-        findings: programs that do not agree.
-        seconds: how long it took.
-    """
-
+    # programs that agree, by the derivatives they take
     modes: collections.Counter[str] = field(default_factory=collections.Counter)
-    verbs: collections.Counter[str] = field(default_factory=collections.Counter)
-    values: int = 0
-    farthest: float = 0.0
-    findings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    verbs: collections.Counter[str] = field(default_factory=collections.Counter)  # verbs in them
+    values: int = 0  # tensors that were compared
+    farthest: float = 0.0  # the largest difference, relative to the largest entry or to 1
+    findings: list[str] = field(default_factory=list)  # programs that do not agree
+    seconds: float = 0.0  # how long it took
 
     def __str__(self) -> str:
         lines = ["| derivatives | programs equal |", "|---|---|"]
@@ -123,15 +115,7 @@ def _problem(program: Program, result: list[dict[str, Any]], pools: Pools, found
 def compare(
     programs: int, python: str, *, seed: int = 0, start: int = 0, backend: str = "threads"
 ) -> Comparison:
-    """Run programs on gradmesh's ranks and under JAX.
-
-    Args:
-        programs: how many.
-        python: the interpreter that has JAX.
-        seed: of the run.
-        start: the number of the first program.
-        backend: of gradmesh's ranks.
-    """
+    """Run programs on gradmesh's ranks and under JAX."""
     begin, found = time.monotonic(), Comparison()
     chosen = _drawn(programs, seed, start, verbs_of(python))
     with Pools(backend) as pools:

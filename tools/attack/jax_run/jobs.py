@@ -53,13 +53,7 @@ def verbs_of(python: str) -> frozenset[str]:
 
 
 def expressible(program: Program, dense: Dense, verbs: Container[str]) -> bool:
-    """Whether JAX can run the program: one shape on all ranks, and verbs that it has.
-
-    Args:
-        program: the program.
-        dense: all its variables.
-        verbs: those that the other side has.
-    """
+    """Whether JAX can run the program: one shape on all ranks, and verbs that it has."""
     if any(len({x.shape for x in value.tensors}) > 1 for value in dense.values.values()):
         return False
     if not all(
