@@ -22,8 +22,6 @@ from benchmarks.systems.system import Setting, System
 from gradmesh.compat import fairchem, ksuit, megatron, torch_nn, towhee
 from gradmesh.compat import gp_utils as gp
 
-__all__ = ["SYSTEMS", "Build", "drop_ins"]
-
 Build = Callable[..., tuple[Callable[..., Any], Tensor]]
 
 

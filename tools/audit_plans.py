@@ -13,8 +13,6 @@ import gradmesh as gm
 from gradmesh.compat import fairchem
 from gradmesh.nn.graph import GraphPlan, HeteroPlan
 
-__all__ = ["plans"]
-
 Build = Callable[..., tuple[Callable[..., Any], Tensor]]
 
 _NODES, _WIDTH = 7, 2

@@ -24,8 +24,6 @@ from gradmesh.verify.auditing.findings import table as kinds_table
 from tools.audit_cases import SYSTEMS, Build, drop_ins
 from tools.audit_plans import plans
 
-__all__ = ["audits", "page"]
-
 _HEAD = """# Audits of collectives: gradmesh, torch.distributed, DTensor and others
 
 What `gm.verify.audit` finds in the collectives of gradmesh and of other libraries, and what each kind of finding means.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-__all__ = ["badges"]
-
 ROOT = Path(__file__).parent.parent
 WIDTH = 6.6
 """Of a letter."""

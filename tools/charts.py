@@ -9,8 +9,6 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-__all__ = ["WIDTH", "save"]
-
 WIDTH = 4.9
 """Inches. A chart this wide shows its text at two thirds of its size on a phone, and at full size elsewhere."""
 

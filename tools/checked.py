@@ -25,8 +25,6 @@ from gradmesh.checker.run import Target, check_script, recorded
 from tests.scripts import SCRIPTS, Script
 from tools.pages import mark, put
 
-__all__ = ["Row", "checked", "main", "row_of", "table"]
-
 STEPS = 2
 
 

@@ -10,8 +10,6 @@ from types import ModuleType
 import gradmesh as gm
 from tests import test_errors, wrong_calls
 
-__all__ = ["cases"]
-
 RANKS = 2
 
 

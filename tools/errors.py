@@ -21,8 +21,6 @@ from gradmesh import errors
 from tools.error_cases import cases
 from tools.pages import mark, with_part, written
 
-__all__ = ["FOLDER", "Text", "classes", "examples", "pages", "texts"]
-
 FOLDER = Path(__file__).parent.parent / "docs" / "errors"
 SOURCE = Path(gradmesh.__file__).parent
 BEGIN = mark("docs/errors")

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 import gradmesh as gm
 
-__all__ = ["FAULTS", "WAYS", "opened_in_dev_shm", "take_part"]
-
 LONG = 600.0
 SETTLE = 0.4
 """Seconds that the others have to get into the middle of it."""

@@ -30,8 +30,6 @@ import torch
 import gradmesh as gm
 from tools.fault_ranks import FAULTS, WAYS, opened_in_dev_shm, take_part
 
-__all__ = ["Trial", "trial", "trials"]
-
 SIZE, VICTIM = 3, 1
 SECONDS = 3.0
 """The timeout of the group."""

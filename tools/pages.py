@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["END", "mark", "put", "with_part", "written"]
-
 END = "<!-- end -->"
 
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["lines", "main"]
-
 ROOTS = ("gradmesh", "gradmesh.nn", "gradmesh.verify", "gradmesh.testing", "gradmesh.compat")
 
 

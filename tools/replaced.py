@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from gradmesh.compat import fairchem
 
-__all__ = ["Counted", "counted", "names_used"]
-
 PLACES = ("common/gp_utils.py", "common/parallelism")
 """What goes."""
 

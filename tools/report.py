@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "main"]
-
 ROOT = Path(__file__).parent.parent
 
 PAGES = {

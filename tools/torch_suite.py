@@ -38,8 +38,6 @@ import torch.distributed as dist
 import gradmesh as gm
 from gradmesh.backends.process_group import OwnGroup
 
-__all__ = ["RANKS", "SKIPPED", "Outcome", "asked", "failures", "run", "show"]
-
 torch_distributed: Any = dist
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tools.pages import mark, put
 
-__all__ = ["BEGIN", "Report", "main", "read", "table"]
-
 BEGIN = mark("docs/versions.md", "build/torch-*.xml")
 
 

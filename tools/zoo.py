@@ -22,8 +22,6 @@ from tests.zoo.missed import MISSED
 from tests.zoo.program import Program
 from tests.zoo.running import Outcome, run
 
-__all__ = ["main", "outcomes", "page"]
-
 LEAST = 0.95
 """The part of the reports that has to be right."""
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["prepare", "rewritten", "show"]
-
 
 class _Pytest:
     """The pytest of a rank."""

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["MARK", "Where", "add_options", "each", "is_several", "mark_of", "where"]
-
 MARK = (
     "world(*sizes, backend=None, timeout=None): run the test on that number of ranks. Several sizes or a list of "
     "backends ('threads', 'shm', 'gloo', ...) parametrize the test. timeout: seconds that the ranks may take."

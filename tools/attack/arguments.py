@@ -9,8 +9,6 @@ from typing import Any
 from tools.attack.calls import PerRank
 from tools.attack.programs import Program
 
-__all__ = ["Arguments", "Shapes"]
-
 Shapes = list[tuple[int, ...]]
 """Each rank's shape of a variable."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from tools.attack.calls import BY_HAND, Verb
 from tools.attack.statements import Region, Statement
 
-__all__ = ["adjoint", "with_by_hand"]
-
 
 def adjoint(verb: Verb) -> Verb | None:
     """The call that a backward written by hand makes; None where no single verb is it."""

@@ -8,20 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "BY_HAND",
-    "DERIVATIVES",
-    "HELPERS",
-    "STRUCTURES",
-    "TAKES_STRUCTURES",
-    "VMAPS",
-    "PerRank",
-    "Verb",
-    "call",
-    "literal",
-    "pick",
-]
-
 TAKES_STRUCTURES = ("all_gather", "all_reduce", "broadcast", "permute", "replicate", "shift")
 """The verbs that do."""
 

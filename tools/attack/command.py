@@ -15,8 +15,6 @@ from tools.attack.programs import Program, script
 from tools.attack.run import PATIENCE, Pools, Verdict, judged
 from tools.attack.shrink import shrunk
 
-__all__ = ["DOCUMENTED", "Finding", "Summary", "attack", "main"]
-
 DOCUMENTED = {
     "a reentrant checkpoint cannot contain collectives": "ordered",
     "might not run on every rank": "unordered",

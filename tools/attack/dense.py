@@ -20,8 +20,6 @@ from tools.attack.meanings import Invalid, need
 from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term
 from tools.attack.ways import meaning
 
-__all__ = ["CONSTANT", "LINEAR", "Dense", "Expected", "Invalid", "expected"]
-
 LINEAR = ("2 * {0}", "-{0}", "{0}.flip(0)")
 """The expressions that a pending sum may go through."""
 

@@ -15,8 +15,6 @@ from tools.attack.later import with_pending
 from tools.attack.meanings import MEANINGS, need
 from tools.attack.programs import MODES, Leaf, Local, Program, Region, Statement, Term
 
-__all__ = ["drawn"]
-
 _UNARY = (
     *LINEAR,
     "{0}.sin()",

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from tools.attack.calls import DERIVATIVES, VMAPS, Verb, launched
 from tools.attack.statements import Region, Statement, arguments_of
 
-__all__ = ["blocks", "with_pending"]
-
 _MOST = 4
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MEANINGS", "NEAR", "Invalid", "Params", "need"]
-
 NEAR = 1e-5
 """Values closer than this may be taken to tie on one side and not on the other, so that a program has none."""
 

@@ -8,20 +8,6 @@ from tools.attack.calls import HELPERS, PerRank, Verb, call, literal
 from tools.attack.later import blocks
 from tools.attack.statements import Leaf, Local, Region, Statement, arguments_of, names_of
 
-__all__ = [
-    "HEADER",
-    "MODES",
-    "Leaf",
-    "Local",
-    "Program",
-    "Region",
-    "Statement",
-    "Term",
-    "names_of",
-    "script",
-    "source",
-]
-
 MODES = ("first", "second", "third", "forward", "forward over reverse", "reverse over forward")
 """Which derivatives a program takes."""
 

@@ -19,8 +19,6 @@ from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, Invalid, expected
 from tools.attack.programs import HEADER, Program, Region, source
 
-__all__ = ["ALLOWED", "Failure", "Outcome", "Pools", "Verdict", "compared", "judged"]
-
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
 

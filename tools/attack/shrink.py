@@ -10,8 +10,6 @@ from tools.attack.calls import Verb
 from tools.attack.dense import Invalid
 from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, names_of
 
-__all__ = ["shrunk"]
-
 
 def _renamed(statement: Statement, old: str, new: str) -> Statement:
     if isinstance(statement, Verb):

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from tools.attack.calls import Verb
 
-__all__ = ["Leaf", "Local", "Region", "Statement", "arguments_of", "names_of"]
-
 
 @dataclass(frozen=True)
 class Leaf:

@@ -12,8 +12,6 @@ from torch import Tensor
 from tools.attack.calls import BY_HAND, DERIVATIVES, VMAPS
 from tools.attack.meanings import MEANINGS, Params, need
 
-__all__ = ["meaning"]
-
 
 def _column(tree: Any) -> Tensor:
     if isinstance(tree, Tensor):

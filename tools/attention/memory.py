@@ -8,8 +8,6 @@ import gradmesh as gm
 from benchmarks.peak import peak
 from tools.attention.ways import Case, step
 
-__all__ = ["peaks"]
-
 
 def peaks(case: Case, way: str) -> float:
     """The peak of forward and backward on this rank above its inputs, in MB.

@@ -11,8 +11,6 @@ import gradmesh as gm
 from gradmesh.verify import Link, delayed
 from tools.attention.ways import Case, step
 
-__all__ = ["times"]
-
 
 def times(case: Case, ways: tuple[str, ...], rounds: int, link: Link | None = None) -> dict[str, list[float]]:
     """The seconds of each step on this rank, by way."""

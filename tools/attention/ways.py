@@ -13,8 +13,6 @@ import gradmesh as gm
 from gradmesh.nn.sequence import Order
 from tools.attention.torch_ring import TorchRing
 
-__all__ = ["WAYS", "Case", "step"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -16,8 +16,6 @@ from tools.check_attack.oracle import reference_of, truth_of
 from tools.check_attack.programs import Program, simpler
 from tools.check_attack.texts import text_of
 
-__all__ = ["Outcome", "attacked", "check", "disagreement", "reduced"]
-
 Check = Callable[[Path, int], Verdict]
 
 UNJUDGED = ("nothing is said", "could not be", "cannot be")

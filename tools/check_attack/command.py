@@ -26,8 +26,6 @@ from tools.check_attack.mutants import KINDS
 from tools.check_attack.programs import draw
 from tools.check_attack.ranks import warm
 
-__all__ = ["main", "outcomes", "table"]
-
 SLOW = 5.0
 
 

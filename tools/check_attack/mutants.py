@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Mutant", "mutants"]
-
 _GRADIENT_SUM = r"^(?P<space> +)(?P<call>dist\.(?:all_reduce|reduce)\((?:p\.grad|grad|flat)\b.*\))$"
 _IN_CLIP = r"^(?P<space> +)dist\.all_reduce\((?:shards|experts), .*\)$"
 _ANY_CALL = r"^(?P<space> +)(?P<call>dist\.[a-z_]+\((?!\)).*\))$"

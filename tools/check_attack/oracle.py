@@ -12,8 +12,6 @@ from torch import Tensor
 from tools.check_attack.programs import SHARDED, Program
 from tools.check_attack.ranks import Ran, differences, trained
 
-__all__ = ["Reference", "Truth", "reference_of", "truth_of"]
-
 SAME, APART = 1e-3, 2e-2
 """Two gradients are the same below the one, and differ above the other; between the two nothing is said."""
 

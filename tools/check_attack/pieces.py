@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import dedent
 
-__all__ = ["PIECES", "Piece"]
-
 Call = Callable[..., str]
 
 

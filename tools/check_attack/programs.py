@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from tools.check_attack.functions import CALLS, STYLES
 from tools.check_attack.pieces import PIECES
 
-__all__ = ["AVERAGED", "EXTRAS", "SHARDED", "Placed", "Program", "draw", "is_sound", "simpler"]
-
 MESHES = ((2, 1), (2, 1), (4, 1), (1, 2), (1, 2), (1, 4), (2, 2), (2, 2))
 LOSSES = ("mean", "count", "masked", "sum", "scaled_up", "shared", "reduced")
 AVERAGED = frozenset({"mean", "scaled_up", "reduced"})

@@ -24,8 +24,6 @@ from gradmesh.launch.process_ranks import free_port
 from tests.scripts import Script
 from tests.scripts.running import STEP, Watch, once, own
 
-__all__ = ["Ran", "differences", "script_at", "trained", "warm"]
-
 _IDLE = 4.0
 """Seconds without work after which ranks are stuck."""
 

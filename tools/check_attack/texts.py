@@ -10,8 +10,6 @@ from tools.check_attack.texts_of_gradients import clipped, synchronised
 from tools.check_attack.texts_of_loops import batches, built, loop, losses_of
 from tools.check_attack.texts_of_models import classes, model_of
 
-__all__ = ["text_of"]
-
 
 def text_of(program: Program) -> str:
     """The script."""

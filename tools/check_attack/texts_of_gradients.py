@@ -8,8 +8,6 @@ from tools.check_attack.pieces import PIECES
 from tools.check_attack.programs import AVERAGED, SHARDED, Program
 from tools.check_attack.texts_of_models import has_parts
 
-__all__ = ["clipped", "sent_back", "synchronised"]
-
 
 def synchronised(p: Program) -> str:
     """What brings gradients together; "" where nothing has to."""

@@ -8,8 +8,6 @@ from textwrap import indent
 from tools.check_attack.programs import SHARDED, Program
 from tools.check_attack.texts_of_gradients import clipped, sent_back, synchronised
 
-__all__ = ["batches", "built", "loop", "losses_of"]
-
 STEPS = 2
 
 

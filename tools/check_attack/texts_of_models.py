@@ -9,8 +9,6 @@ from tools.check_attack.functions import CALLS
 from tools.check_attack.pieces import PIECES
 from tools.check_attack.programs import Placed, Program
 
-__all__ = ["classes", "has_parts", "model_of"]
-
 
 def _filled(text: str, placed: Placed) -> str:
     """A piece's text, with its operations called in the ways that were drawn."""

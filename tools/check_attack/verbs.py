@@ -28,8 +28,6 @@ from tools.attack.programs import HEADER, Program, Region, source
 from tools.attack.run import Failure, Pools, judged
 from tools.attack.statements import Leaf
 
-__all__ = ["Outcome", "faulty", "outcomes", "script", "suited"]
-
 MODES = ("first", "second")
 _SCRIPT = """{header}
 held = []

@@ -14,8 +14,6 @@ from torch import Tensor
 import gradmesh as gm
 from tools.contrastive.local import local_loss
 
-__all__ = ["WAYS", "Way", "recall_table", "recalls"]
-
 RANKS = 4
 CHUNK = 16
 """The samples that an encoder is given at once: those of a rank in the smallest batch."""

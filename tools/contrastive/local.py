@@ -8,8 +8,6 @@ from torch.nn.functional import cross_entropy
 
 import gradmesh as gm
 
-__all__ = ["local_loss"]
-
 
 def local_loss(left: Tensor, right: Tensor, scale: Tensor, *, gathered: bool = True) -> Tensor:
     """The mean over this rank's pairs, of equally many on every rank; the gradient goes through the gather."""

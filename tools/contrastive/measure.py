@@ -15,8 +15,6 @@ import gradmesh as gm
 from benchmarks.peak import peak
 from tools.contrastive.local import local_loss
 
-__all__ = ["WAYS", "Step", "steps"]
-
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 WAYS: dict[str, Loss] = {

@@ -13,8 +13,6 @@ from torch import Tensor
 import gradmesh as gm
 from tests import field_programs, fourier_programs
 
-__all__ = ["AUDITED", "COSTS", "WORLDS", "costs", "findings", "worst"]
-
 WORLDS = (1, 2, 4)
 SHAPE = (4, 8, 256, 256)
 """Of the field whose cost is measured, on all ranks; float32."""

@@ -18,8 +18,6 @@ from gradmesh.nn.graph import GraphPlan
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 
-__all__ = ["HALVES", "OURS", "THEIRS", "Times", "contest"]
-
 OURS = ("shm", "Gloo", "Gloo, unchecked")
 THEIRS = "functional, Gloo"
 HALVES = ("forward", "forward and backward")

@@ -11,8 +11,6 @@ from gradmesh.nn.graph import by_space
 from tools.graphs.geometry import crystal, slab
 from tools.graphs.steps import KINDS, measure, prepare
 
-__all__ = ["Cost", "costs"]
-
 
 @dataclass(frozen=True)
 class Cost:

@@ -34,8 +34,6 @@ from tools.graphs.traffic import counted
 from tools.pages import mark, put
 from tools.simulator.shm import fit
 
-__all__ = ["PARTS", "main"]
-
 NEIGHBOURS, WIDTH = 12, 16
 PICTURE = "graphs.svg"
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tools.graphs.network import Crystal
 
-__all__ = ["SHAPES", "bulk", "crystal", "nearest", "slab"]
-
 _LAYERS = 10
 
 

@@ -13,8 +13,6 @@ from gradmesh.nn.graph import by_space
 from tools.charts import WIDTH, save
 from tools.graphs.geometry import SHAPES, nearest
 
-__all__ = ["NODES", "Grown", "draw", "exponent", "grown", "rows_needed"]
-
 NODES = (2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _BOUNDARY = {"slab": 1 / 2, "bulk": 2 / 3}
 _COLOURS = {4: "#0072B2", 16: "#D55E00"}

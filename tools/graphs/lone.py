@@ -14,8 +14,6 @@ from gradmesh.ops.sizes import Sizes
 from tools.graphs.geometry import nearest
 from tools.graphs.network import Crystal
 
-__all__ = ["LonePart", "Region", "region"]
-
 
 @dataclass(frozen=True, eq=False)
 class Region:

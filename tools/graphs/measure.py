@@ -13,8 +13,6 @@ from gradmesh.nn.graph import GraphPlan, by_count, by_space
 from tools.graphs.geometry import crystal, slab
 from tools.graphs.network import Crystal, Figures, dense, in_parts, weights
 
-__all__ = ["Job", "Part", "measured"]
-
 Partition = Literal["bisection", "curve", "count"]
 
 

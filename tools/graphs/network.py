@@ -12,8 +12,6 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan
 
-__all__ = ["Crystal", "Figures", "Parts", "dense", "in_parts", "own_energy", "weights", "whole_energy"]
-
 _LAYERS = 2
 
 

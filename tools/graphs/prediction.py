@@ -24,8 +24,6 @@ from tools.graphs.lone import LonePart, Region, region
 from tools.graphs.network import Crystal
 from tools.graphs.steps import part_step
 
-__all__ = ["NETWORK", "SIZES", "Predicted", "Work", "at_scale", "beside_measured", "worked"]
-
 NETWORK = Link(latency_us=10, gbytes_per_s=25)
 """Ranks that reach each other through a network."""
 _ALGORITHMS: tuple[Algorithm, ...] = ("direct", "fastest")

@@ -13,8 +13,6 @@ from benchmarks.peak import peak
 from gradmesh.nn.graph import GraphPlan
 from tools.graphs.network import Crystal, Parts, own_energy, weights, whole_energy
 
-__all__ = ["KINDS", "measure", "part_step", "prepare", "step_of"]
-
 KINDS = ("forces", "training")
 """Energy and forces; and the gradients by the weights of a loss on the forces, which has second derivatives."""
 

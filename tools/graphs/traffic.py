@@ -13,8 +13,6 @@ from gradmesh.verify import simulate, timeline
 from gradmesh.verify.simulator.trace import Events
 from tools.graphs.network import Crystal
 
-__all__ = ["Sent", "counted"]
-
 _VERBS = {"plan": "neighbor_all_to_all", "gather": ("all_gather", "reduce_scatter")}
 
 

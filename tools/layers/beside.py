@@ -23,8 +23,6 @@ from torch.nn.functional import cross_entropy
 import gradmesh as gm
 from benchmarks.peak import peak
 
-__all__ = ["MODELS", "RANKS", "Result", "measured"]
-
 RANKS = 2
 
 TOKENS, WIDTH, HIDDEN, WORDS = 512, 256, 1024, 16_384

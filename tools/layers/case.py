@@ -11,8 +11,6 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.types import Type
 
-__all__ = ["Case", "Lie", "layer_of", "own_part", "parts_of", "whole_of"]
-
 Lie = int | Type
 """How a tensor lies on the ranks: cut along a dim (V), or whole, `gm.I`, or `gm.R` with a share of the gradient."""
 

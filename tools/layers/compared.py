@@ -12,8 +12,6 @@ import gradmesh as gm
 from gradmesh.types import Type
 from tools.layers.case import Case, layer_of, own_part, parts_of, whole_of
 
-__all__ = ["compiled", "deviations", "findings"]
-
 _OPTIONS: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
 
 

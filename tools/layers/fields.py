@@ -14,8 +14,6 @@ import gradmesh as gm
 from gradmesh.ops.sizes import balanced
 from tools.layers.case import Case
 
-__all__ = ["CASES"]
-
 Shapes = list[torch.Size]
 Sizes = tuple[int, ...]
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from gradmesh.nn.graph import GraphPlan
 from tools.layers.case import Case
 
-__all__ = ["CASES"]
-
 
 def _ring(nodes: int) -> Tensor:
     """Edges between the next and to oneself, in both directions."""

@@ -10,8 +10,6 @@ import gradmesh as gm
 from tools.layers import compared, fields, graphs, losses, own, weighed
 from tools.layers.case import Case
 
-__all__ = ["CASES", "CLOSE", "HEAD", "Row", "row_of"]
-
 CASES: dict[str, Case] = {
     case.name: case for case in [*losses.CASES, *own.CASES, *fields.CASES, *graphs.CASES]
 }

@@ -10,8 +10,6 @@ import gradmesh as gm
 from benchmarks.peak import peak
 from tools.layers.case import Case, layer_of, parts_of, whole_of
 
-__all__ = ["megabytes"]
-
 
 def megabytes(case: Case) -> float:
     """On a rank that is a process: the peak above what is there when the leaves are, results and gradients in it."""

@@ -18,8 +18,6 @@ from torch import Tensor
 
 import gradmesh as gm
 
-__all__ = ["Report", "attack"]
-
 SIZE = 6
 
 Program = list[tuple[str, tuple[int, ...], int]]

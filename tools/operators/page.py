@@ -13,8 +13,6 @@ from tools.operators.proof import Proof, prove
 from tools.operators.samples import SAMPLES
 from tools.operators.twins import twins_of
 
-__all__ = ["page", "proofs", "twins"]
-
 _HEAD = """\
 # Operator rules of gm.typed: how each torch operator changes V, R, I and P
 

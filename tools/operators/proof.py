@@ -18,8 +18,6 @@ from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import SAMES, I, Kind, P, R, Rule, S, V, outcome, rule_of
 from tools.operators.samples import Operand, arguments, operands
 
-__all__ = ["Case", "Proof", "RefutedError", "overload_of", "prove"]
-
 RANKS = 3
 _STEP = 1e-6
 

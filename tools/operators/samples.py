@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SAMPLES", "Operand", "arguments"]
-
 
 @dataclass(frozen=True, eq=False)
 class Operand:

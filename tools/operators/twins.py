@@ -12,8 +12,6 @@ from gradmesh._torch import arguments_of
 from tools.operators.proof import Case, RefutedError
 from tools.operators.samples import Operand
 
-__all__ = ["twins_of"]
-
 
 def twins_of(name: str, text: str, seed: int = 0) -> list[str]:
     """The twins of an operator that did the same with a sample's operands."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 import gradmesh as gm
 
-__all__ = ["Done", "Waitable", "begin_gather", "chain", "layer"]
-
 
 class Waitable(Protocol):
     """A tensor that is on its way."""

@@ -16,8 +16,6 @@ import gradmesh as gm
 from gradmesh.verify import Link, Timeline, delayed, timeline
 from tools.overlap.ways import WAYS, Program
 
-__all__ = ["HALVES", "Figures", "Pick", "link_for", "measured", "seen", "work_alone"]
-
 HALVES = ("forward", "backward", "step")
 
 Run = Callable[..., list[Any]]

@@ -10,8 +10,6 @@ import torch
 
 from tools.overlap.measure import HALVES, Figures
 
-__all__ = ["Row", "figures_text", "machine"]
-
 Row = tuple[str, str, Figures]
 """A program, a backend, and the figures."""
 

@@ -20,8 +20,6 @@ from torch import Tensor
 import gradmesh as gm
 from tools.overlap.chain import Done, Waitable
 
-__all__ = ["attend", "begin_shift", "ring_attention"]
-
 
 def begin_shift(block: Tensor) -> Waitable:
     """Begin to hand a block to the next rank, and to take one from the rank before."""

@@ -12,8 +12,6 @@ import gradmesh as gm
 from tools.overlap.chain import Done, Waitable, begin_gather, chain
 from tools.overlap.ring import begin_shift, ring_attention
 
-__all__ = ["PROGRAMS", "WAYS", "Chain", "Program", "Ring"]
-
 WAYS = ("work", "calls", "in turn", "overlapped")
 
 Begin = Callable[[Tensor], Waitable]

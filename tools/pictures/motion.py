@@ -14,8 +14,6 @@ from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.row import Row
 from gradmesh.verify.laws import matrix
 
-__all__ = ["WORLD", "Cell", "Motion", "Term", "drawn", "motions"]
-
 WORLD = 3
 """Ranks in a picture: the fewest with a neighbour on each side."""
 

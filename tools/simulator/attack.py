@@ -18,8 +18,6 @@ from tools.attack.programs import source
 from tools.attack.run import Failure, on_rank
 from tools.simulator.raw import run_raw
 
-__all__ = ["Report", "alike", "attack"]
-
 _SLOW = CostModel(Link(latency_us=50, gbytes_per_s=1))
 
 

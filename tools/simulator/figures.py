@@ -16,8 +16,6 @@ from tools.pages import mark, put
 from tools.simulator.large import predicted, whole_step
 from tools.simulator.shm import SIZES, compare, fit
 
-__all__ = ["PARTS", "main"]
-
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]

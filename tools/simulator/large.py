@@ -12,8 +12,6 @@ from torch.nn import functional
 import gradmesh as gm
 from gradmesh.verify import CostModel, Link, Simulation, simulate
 
-__all__ = ["MODEL", "Predicted", "predicted", "tensor_parallel_step", "whole_step"]
-
 MODEL = CostModel({"dp": Link(20, 25), "tp": Link(3, 300)})
 """Eight devices behind one switch, and a network between such nodes."""
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["run_raw"]
-
 _CALLS = (
     "all_reduce",
     "broadcast",

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import gradmesh as gm
 from gradmesh.verify import CostModel, Link, simulate
 
-__all__ = ["Compared", "compare", "fit", "step_times"]
-
 _OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
     "all_gather": gm.all_gather,

@@ -25,8 +25,6 @@ import torch
 
 from gradmesh._util.call_sites import ORIGINS, Place, main_stack, stack_text, stacks
 
-__all__ = ["MainThread", "Probe", "has_other_work", "is_waiting_in"]
-
 _EVERY = 0.5
 """Seconds between two queries."""
 _SELDOM = 1.0

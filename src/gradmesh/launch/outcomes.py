@@ -17,8 +17,6 @@ from gradmesh.backends.process_group import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
 from gradmesh.runtime.mesh import TIMEOUT
 
-__all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
-
 FAILURE_GRACE = 0.5
 """Seconds that the other ranks have to report their failures after the first one."""
 START_LIMIT = 300.0

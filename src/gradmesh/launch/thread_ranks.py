@@ -28,8 +28,6 @@ from gradmesh.launch.output import (
 )
 from gradmesh.runtime.state import RankState, run_to_end
 
-__all__ = ["ThreadRanks"]
-
 _END_GRACE = 2.0
 """Seconds that a thread has to stop before it is abandoned as a daemon."""
 

@@ -21,8 +21,6 @@ from tools.attack.jax_run.jobs import expressible, flat, job, tensors, under_jax
 from tools.attack.programs import Program, Region, script
 from tools.attack.run import Failure, Pools, compared
 
-__all__ = ["ALLOWED", "Comparison", "compare", "main"]
-
 ALLOWED = 1e-10
 """How far a value may be from JAX's, relative to the largest entry, or to 1."""
 

@@ -18,8 +18,6 @@ from tools.attack.calls import Verb, pick
 from tools.attack.dense import Dense
 from tools.attack.programs import Program, Region
 
-__all__ = ["expressible", "flat", "job", "tensors", "under_jax", "verbs_of"]
-
 _ROOT = Path(__file__).parents[3]
 
 

@@ -21,8 +21,6 @@ from tools.attack.calls import Verb, pick
 from tools.attack.jax_run.verbs import VERBS, evaluated
 from tools.attack.programs import Leaf, Local, Program, Region, Term
 
-__all__ = ["Job", "main", "outcomes"]
-
 Job = dict[str, Any]
 """The program, the types of its variables, and its leaves and their tangents as (shape, numbers)."""
 

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["VERBS", "evaluated"]
-
 
 class _Torch:
     """An array with the methods of a torch tensor that expressions of programs use."""
