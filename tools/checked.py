@@ -8,7 +8,6 @@ $ python -m tools.checked --cost                   # each script also without be
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
@@ -23,7 +22,7 @@ import torch
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script, recorded
 from tests.scripts import SCRIPTS, Script
-from tools.pages import mark, put
+from tools.pages import mark, parser_of, put
 
 STEPS = 2
 
@@ -139,9 +138,7 @@ def _rows(names: Sequence[str], cost: bool) -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Check what is asked for; 1 where less than 95 % of the wrong ones are found, or a right one is accused."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--cost", action="store_true", help="run each script alone too")
     parsed = parser.parse_args(arguments)

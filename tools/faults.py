@@ -29,6 +29,7 @@ import torch
 
 import gradmesh as gm
 from tools.fault_ranks import FAULTS, WAYS, opened_in_dev_shm, take_part
+from tools.pages import show
 
 SIZE, VICTIM = 3, 1
 SECONDS = 3.0
@@ -345,11 +346,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
         with open(options.json, "a") as file:
             file.writelines(json.dumps(dataclasses.asdict(each)) + "\n" for each in results)
         results = _kept(Path(options.json))
-    text = page(results)
-    if into is not None:
-        into.write_text(text)
-    else:
-        print(text)
+    show(page(results), into)
     return int(any(each.short() for each in results))
 
 

@@ -7,7 +7,6 @@ second. Each survivor reports its own exception and when it was raised, then hol
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh  # noqa: F401  it makes the backend known
+from tools.fault_ranks import opened_in_dev_shm
 
 LARGE = 1 << 21
 """Elements of a message that fits in no ring and takes several chunks."""
@@ -129,17 +129,6 @@ def _random_calls(seed: int) -> None:
 # ---- one world
 
 
-def _files_in_dev_shm() -> list[str]:
-    """What this process has there; others may come and go meanwhile."""
-    with open("/proc/self/maps") as maps:
-        mapped = [line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")]
-    opened = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listdir used is gone
-            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted({name for name in (*mapped, *opened) if name.startswith("/dev/shm/")})
-
-
 def _rank(
     rank: int,
     size: int,
@@ -158,7 +147,7 @@ def _rank(
         timeout=datetime.timedelta(seconds=6 * PATIENCE),
     )
     dist.barrier()
-    say("ready", files=_files_in_dev_shm())
+    say("ready", files=opened_in_dev_shm())
     if rank == victim and waits != RANDOM:
         if ending == "killed":
             time.sleep(6 * PATIENCE)

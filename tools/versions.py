@@ -7,14 +7,13 @@ $ python -m tools.report docs/versions.md build/torch-*.xml
 
 from __future__ import annotations
 
-import argparse
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.pages import mark, put
+from tools.pages import mark, parser_of, put
 
 BEGIN = mark("docs/versions.md", "build/torch-*.xml")
 
@@ -61,7 +60,7 @@ def table(reports: Sequence[Report]) -> str:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     options = parser.parse_args(arguments)
     made = table([read(path) for path in sorted(options.reports)])

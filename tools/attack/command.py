@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.attack.dense import Invalid, expected
+from tools.attack.dense import expected
 from tools.attack.draw import drawn
+from tools.attack.meanings import Invalid
 from tools.attack.programs import Program, script
 from tools.attack.run import PATIENCE, Pools, Verdict, judged
 from tools.attack.shrink import shrunk

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tools.attack.calls import DERIVATIVES, Verb, pick
-from tools.attack.meanings import Invalid, need
-from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term
-from tools.attack.ways import meaning
+from tools.attack.calls import DERIVATIVES, Leaf, Local, Region, Statement, Verb, pick
+from tools.attack.meanings import Invalid, meaning, need
+from tools.attack.programs import Program, Term
 
 LINEAR = ("2 * {0}", "-{0}", "{0}.flip(0)")
 """The expressions that a pending sum may go through."""
@@ -241,13 +240,7 @@ class Dense:
 
 def expected(program: Program) -> Expected:
     """What every rank has to return."""
-    flat: list[Statement] = []
-    for statement in program.statements:
-        if isinstance(statement, Region):
-            flat += statement.body
-        else:
-            flat.append(statement)
-    need(any(isinstance(each, Verb) and each.recorded for each in flat))
+    need(any(isinstance(each, Verb) and each.recorded for each in program.flat))
     forward = "forward" in program.mode
     out: Expected = [{} for _ in range(program.ranks)]
 

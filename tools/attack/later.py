@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tools.attack.calls import DERIVATIVES, VMAPS, Verb, launched
-from tools.attack.statements import Region, Statement, arguments_of
+from tools.attack.calls import DERIVATIVES, VMAPS, Region, Statement, Verb, arguments_of, launched
 
 _MOST = 4
 

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.attack.calls import HELPERS, PerRank, Verb, call, literal
+from tools.attack.calls import (
+    HELPERS,
+    Leaf,
+    Local,
+    PerRank,
+    Region,
+    Statement,
+    Verb,
+    arguments_of,
+    call,
+    literal,
+    names_of,
+)
 from tools.attack.later import blocks
-from tools.attack.statements import Leaf, Local, Region, Statement, arguments_of, names_of
 
 MODES = ("first", "second", "third", "forward", "forward over reverse", "reverse over forward")
 """Which derivatives a program takes."""
@@ -62,6 +73,11 @@ class Program:
         if not self.mesh:
             return (tuple(range(self.ranks)),)
         return ((0, 2), (1, 3)) if axis == "rows" else ((0, 1), (2, 3))
+
+    @property
+    def flat(self) -> list[Leaf | Local | Verb]:
+        """The statements, with those of regions in the regions' places."""
+        return [one for s in self.statements for one in (s.body if isinstance(s, Region) else (s,))]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -146,8 +162,7 @@ def _terms(program: Program, terms: tuple[Term, ...], tangents: bool) -> list[st
             line = f"terms.append({weight}{text.format(arg)})"
             lines.append(f"if {' and '.join(conditions)}: {line}" if conditions else line)
     lines.append("loss = sum(terms) if terms else None")
-    flat = [one for s in program.statements for one in (s.body if isinstance(s, Region) else (s,))]
-    if any(isinstance(one, Verb) and one.verb == "messages" for one in flat):
+    if any(isinstance(one, Verb) and one.verb == "messages" for one in program.flat):
         # A rank without a message may have no chain, and then a loss that requires no grad is torch's error.
         lines.append("if loss is not None and not loss.requires_grad: loss = None")
     return lines

@@ -16,8 +16,9 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.runtime.state import rank_state
 from tools.attack.calls import HELPERS, Verb
-from tools.attack.dense import Expected, Invalid, expected
-from tools.attack.programs import HEADER, Program, Region, source
+from tools.attack.dense import Expected, expected
+from tools.attack.meanings import Invalid
+from tools.attack.programs import HEADER, Program, source
 
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
@@ -157,15 +158,9 @@ def compared(
 def tolerance(program: Program) -> float:
     """How far a value of the program may be off; that of float32 where this is what travels."""
     rounded = any(
-        key.endswith("_dtype") for one in _flat(program) if isinstance(one, Verb) for key, _ in one.params
+        key.endswith("_dtype") for one in program.flat if isinstance(one, Verb) for key, _ in one.params
     )
     return ALLOWED["float32" if rounded else program.dtype]
-
-
-def _flat(program: Program) -> list[Any]:
-    return [
-        inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
-    ]
 
 
 _OVER = ("AbortedError", "DeadlockError")
@@ -190,7 +185,7 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
         ended = "DeadlockError" in str(error)
         return Verdict("refused after a return" if ended else "hang", _first_line(str(error)), str(error))
     failures = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Failure)}
-    left = any(isinstance(one, Verb) and one.later is not None for one in _flat(program))
+    left = any(isinstance(one, Verb) and one.later is not None for one in program.flat)
     if failures and (
         left or len(failures) < program.ranks or any(f.kind in _OVER for f in failures.values())
     ):

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tools.attack.calls import Verb
-from tools.attack.dense import Invalid
-from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, names_of
+from tools.attack.calls import Leaf, Local, Region, Statement, Verb, names_of
+from tools.attack.meanings import Invalid
+from tools.attack.programs import Program, Term
 
 
 def _renamed(statement: Statement, old: str, new: str) -> Statement:

@@ -7,32 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import gradmesh as gm
-from tools.layers import compared, fields, graphs, losses, own, weighed
+from tools.layers import case as measures
+from tools.layers import fields, losses, own
 from tools.layers.case import Case
 
-CASES: dict[str, Case] = {
-    case.name: case for case in [*losses.CASES, *own.CASES, *fields.CASES, *graphs.CASES]
-}
+CASES: dict[str, Case] = {case.name: case for case in [*losses.CASES, *own.CASES, *fields.CASES]}
 
 CLOSE = 1e-10
 
 EVEN, UNEVEN, EMPTY = ((4,), (2, 2)), ((3, 1), (3, 1, 2)), ((0, 4), (0, 5, 0))
 """Sizes that are cut: how much each rank has."""
 
-HEAD = (
-    "layer",
-    "types",
-    "value",
-    "first",
-    "second",
-    "uneven",
-    "empty",
-    "compiled",
-    "MB 1",
-    "MB 2",
-    "MB 4",
-    "audit",
-)
+HEAD = "layer | types | value | first | second | uneven | empty | compiled | MB 1 | MB 2 | MB 4 | audit"
 
 Run = Callable[..., list[Any]]
 
@@ -74,15 +60,15 @@ class Row:
 
 
 def _deviations(name: str, sizes: tuple[int, ...]) -> list[float]:
-    return compared.deviations(CASES[name], sizes)
+    return measures.deviations(CASES[name], sizes)
 
 
 def _compiled(name: str, sizes: tuple[int, ...]) -> float:
-    return compared.compiled(CASES[name], sizes)
+    return measures.compiled(CASES[name], sizes)
 
 
 def _megabytes(name: str) -> float:
-    return weighed.megabytes(CASES[name])
+    return measures.megabytes(CASES[name])
 
 
 def row_of(case: Case, processes: dict[int, Run], *, weigh: bool = True) -> Row:
@@ -105,5 +91,5 @@ def row_of(case: Case, processes: dict[int, Run], *, weigh: bool = True) -> Row:
         max(worst(EMPTY)),
         compiles,
         weights,
-        compared.findings(case, 2),
+        measures.findings(case, 2),
     )

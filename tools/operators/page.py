@@ -9,9 +9,8 @@ import torch
 
 from gradmesh.type_inference.collectives import CALLS
 from gradmesh.type_inference.rules import TABLE, S, V
-from tools.operators.proof import Proof, prove
+from tools.operators.proof import Proof, prove, twins_of
 from tools.operators.samples import SAMPLES
-from tools.operators.twins import twins_of
 
 _HEAD = """\
 # Operator rules of gm.typed: how each torch operator changes V, R, I and P
