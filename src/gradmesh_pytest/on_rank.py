@@ -288,8 +288,9 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
             attach(error, _attached(error, fn, subtests))
             if task.terminal:
                 debug(task.terminal, error, f"\n{Attached.of(error).shown}\n\nThis is rank {rank}.\n")
-            if not _can_be_pickled(error):
-                raise _stand_in(error) from None
+            sendable = _sendable(error)
+            if sendable is not error:
+                raise sendable from None
         else:
             attach(error, Attached(subtests=subtests.ended))
         raise
@@ -345,20 +346,16 @@ def _portable(subtests: Subtests, fn: Callable[..., Any]) -> list[Subtest]:
     for subtest in subtests.ended:
         if subtest.error is not None:
             attach(subtest.error, _attached(subtest.error, fn))
-            if not _can_be_pickled(subtest.error):
-                subtest.error = _stand_in(subtest.error)
+            subtest.error = _sendable(subtest.error)
     return subtests.ended
 
 
-def _can_be_pickled(error: BaseException) -> bool:
+def _sendable(error: BaseException) -> BaseException:
+    """The error, or a replacement if it cannot be pickled."""
     try:
         pickle.loads(dumps_result(error))  # an exception with a custom __init__ may fail to unpickle
     except Exception:
-        return False
-    return True
-
-
-def _stand_in(error: BaseException) -> StandIn:
-    found = StandIn(f"{type(error).__name__}: {error}")
-    attach(found, Attached.of(error))
-    return found
+        found = StandIn(f"{type(error).__name__}: {error}")
+        attach(found, Attached.of(error))
+        return found
+    return error

@@ -83,9 +83,8 @@ class Pools:
         """Make modules that pytest has imported since the last call importable on process ranks."""
         state = (len(sys.modules), *sys.path)
         if self._prepared.get(key) != state:
-            pool.timeout = (
-                pool.timeout or _DEBUGGED
-            )  # this call may start the ranks, whose group uses this timeout
+            # This call may start the ranks, whose group uses this timeout.
+            pool.timeout = pool.timeout or _DEBUGGED
             names = rewriting.rewritten()
             pool.attempt(rewriting.prepare, (list(sys.path), names, self._arguments), {}).values()
             self._prepared[key] = state
@@ -299,6 +298,10 @@ class Session:
             except RankError as error:  # as gradmesh.launch raises it
                 result.error = error.with_traceback(None)
             result.report.inside = True
+        return self._noted(result)
+
+    def _noted(self, result: Result) -> Result:
+        """Keep the description of the ranks for the report of the error."""
         if result.error is not None and result.report is not None:
             self._reports.append((result.error, result.report))
         return result
@@ -337,15 +340,13 @@ class Session:
     def _not_run(self, error: BaseException) -> Result:
         bare = error.with_traceback(None)
         bare.__suppress_context__ = True
-        result = Result(bare, RankReport(1, [], [], headline=str(error).partition("\n")[0]))
-        self._reports.append((bare, result.report or RankReport(1, [], [])))
-        return result
+        return self._noted(Result(bare, RankReport(1, [], [], headline=str(error).partition("\n")[0])))
 
     def _end(self, result: Result) -> None:
         if self._was_debugged and result.report is not None:
             # Already debugged on its rank. pytest does not start pdb again for BdbQuit.
             result.error = BdbQuit()
-            self._reports.append((result.error, result.report))
+            self._noted(result)
         # No __tracebackhide__ here: if all frames are hidden, pytest shows only the first line of an error.
         if result.error is not None:
             raise result.error
@@ -363,17 +364,11 @@ class Session:
                 ended.setdefault((subtest.message, repr(subtest.values)), {})[rank] = subtest
         for by_rank in ended.values():
             subtest = next(iter(by_rank.values()))
-            result = self._subtest_result(by_rank, outcome.size, fn)
+            result = self._noted(result_of_subtest(by_rank, outcome.size, fn, self._config))
             if test is not None:
                 texts = () if subtest.message is None else (subtest.message,)
                 with test(*texts, **{name: _Text(value) for name, value in subtest.values.items()}):
                     self._end(result)
-
-    def _subtest_result(self, ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any]) -> Result:
-        result = result_of_subtest(ended, size, fn, self._config)
-        if result.error is not None and result.report is not None:
-            self._reports.append((result.error, result.report))
-        return result
 
     def _seed(self, item: pytest.Item) -> int:
         return zlib.crc32(f"{item.nodeid} {self._config.getoption('world_seed')}".encode())

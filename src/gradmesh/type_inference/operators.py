@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import arguments_of, dispatched_name, in_backward
-from gradmesh._util.call_sites import Site, call_site
+from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import (
     SAMES,
@@ -331,7 +331,7 @@ def _begin(tracker: Tracker, root: Node) -> None:
         last = root.replicated(at)
         if last is None:  # R by numbers alone that have no gradient, such as counts
             continue
-        began = f"R since {last.op} {began_at('', last.site)[11:]}"
+        began = f"R since {last.op} {show_site(last.site)}"
         finding = Finding.at(
             "sum-too-many",
             f"backward from {root.op}",

@@ -145,23 +145,17 @@ class Node:
 
     def replicated(self, at: int) -> Node | None:
         """What made it R over an axis: the nearest collective, or declaration, whose gradient is summed there."""
-        seen, row = {id(self)}, [self]
-        for node in row:  # grows, along what is R
-            if node.learns:
-                return node
-            for one in node.inputs:
-                if one.marks[at].kind == "R" and id(one) not in seen:
-                    seen.add(id(one))
-                    row.append(one)
-        return None
+        return next(
+            (node for node in self.before(lambda one: one.marks[at].kind == "R") if node.learns), None
+        )
 
-    def before(self) -> Iterator[Node]:
+    def before(self, through: Callable[[Node], bool] = lambda _: True) -> Iterator[Node]:
         """This value and all that it is made of, the nearest first."""
         seen, row = {id(self)}, [self]
         for node in row:  # grows
             yield node
             for one in node.inputs:
-                if id(one) not in seen:
+                if id(one) not in seen and through(one):
                     seen.add(id(one))
                     row.append(one)
 
@@ -269,19 +263,20 @@ class Values:
         """
         key, of, at, where = id(x), self._of, self._at, memory_of(x)
 
+        def leave(memory: int) -> None:
+            at[memory].discard(key)
+            if not at[memory]:
+                del at[memory]
+
         def forget(ref: object) -> None:
             found = of.get(key)
             if found is not None and found.ref is ref:
                 del of[key]
-                at[found.memory].discard(key)
-                if not at[found.memory]:
-                    del at[found.memory]
+                leave(found.memory)
 
         before = of.get(key)
         if before is not None and before.memory != where:
-            at[before.memory].discard(key)
-            if not at[before.memory]:
-                del at[before.memory]
+            leave(before.memory)
         version = version_of(x if base is None else base)
         writes = self._writes.get(where, 0)
         of[key] = _Kept(weakref.ref(x, forget), node, patches, version, version + written, writes, where)
@@ -698,16 +693,11 @@ class Tracker:
         """Give a tensor another mark over one axis."""
         marks = list(node.marks)
         marks[at] = mark
-        made = Node(
-            node.op,
-            node.site,
-            node.inputs,
-            tuple(marks),
-            node.leaf,
-            node.collective,
+        made = dataclasses.replace(
+            node,
+            marks=tuple(marks),
             declared=node.declared or declared,
             learns=node.learns or (declared and x.requires_grad),
-            shape=node.shape,
         )
         self.keep(x, made)
 

@@ -31,7 +31,6 @@ from gradmesh.verify.auditing.probes import (
     forward_only,
     leaves_of,
     mapped,
-    patterns_of,
 )
 from gradmesh.verify.auditing.readings import (
     Answer,
@@ -289,9 +288,9 @@ def ask_all(
     case: Case, readings: Sequence[Reading], seed: int = 1, count: int = _PROBES, **changes: object
 ) -> dict[Pattern, Pairings]:
     """First-order answers for every pattern that the readings need."""
-    patterns = patterns_of(readings)
+    patterns = list(dict.fromkeys(reading.pattern for reading in readings))
     probes = [case.probe(seed + n, pattern, **changes) for pattern in patterns for n in range(count)]
-    answers = case.first_order(probes)
+    answers = case.pool.answered(first_order, probes)
     return {p: Pairings(answers[i * count : (i + 1) * count], case.tolerance) for i, p in enumerate(patterns)}
 
 

@@ -482,18 +482,9 @@ class Case:
         made = Probe(seed, alike, alike_out, self.whole, point=self.point)
         return replace(made, **changes)  # type: ignore[arg-type]
 
-    def first_order(self, probes: Sequence[Probe]) -> list[list[Answer]]:
-        """For each probe, each rank's answer."""
-        return self.pool.answered(first_order, probes)
-
     def failure(self, kind: str, error: ProbeError, what: str) -> Finding:
         """The finding that the function raised, crashed or hung."""
         if isinstance(error, FunctionRaisedError):
             return Finding(kind, f"{what}: {error}", error.ranks, error.first.line or self.line)
         verb = "the process exits" if error.kind == "aborts" else "the call hangs"
         return Finding(kind, f"{what}: {verb}: {error}", error.ranks, self.line)
-
-
-def patterns_of(readings: Sequence[Reading]) -> list[Pattern]:
-    """The distinct patterns of the readings."""
-    return list(dict.fromkeys(reading.pattern for reading in readings))

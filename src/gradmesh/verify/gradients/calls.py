@@ -2,7 +2,7 @@
 
 `CallRecorder` uses the interpreter's profile function, which receives each call of torch.distributed, of gradmesh's
 verbs and of `Function.apply` on its thread, however the names were imported and whatever the backend is. It records
-call sites and the graph nodes of autograd Functions. A `Change` modifies the gradient that a graph node returns, on
+call sites and the graph nodes of autograd Functions. `At` modifies the gradient that a graph node returns, on
 every rank; or, for a torch.distributed collective outside of Functions, the gradient of the tensor that it wrote.
 """
 
@@ -80,6 +80,11 @@ class Called:
     # its tensor arguments by parameter name, if it ran outside of Functions
     tensors: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """Its name and call site; identical on every rank."""
+        return f"{self.op} {show_site(self.site)}"
+
 
 @dataclass(eq=False)
 class Node:
@@ -99,20 +104,10 @@ class Node:
         return f"{self.name} {show_site(self.site)}"
 
 
-class Change:
-    """A modification of a run, to see its effect on the gradients."""
-
-    def node(self, node: Node) -> None:
-        """Called after a Function was applied and added to the graph."""
-
-    def returned(self, called: Called) -> None:
-        """Called after a torch.distributed collective outside of Functions has returned."""
-
-
 class CallRecorder:
     """Records collectives and Functions on this thread while inside `recording()`."""
 
-    def __init__(self, change: Change | None = None) -> None:
+    def __init__(self, change: At | None = None) -> None:
         self._change = change
         self.called: list[Called] = []
         self.nodes: list[Node] = []
@@ -310,40 +305,29 @@ class Local:
     terms: Tensor  # the local slice of each rank's incoming gradient
 
 
-class Places:
-    """Counts nodes and calls with the same text."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-
-    def of(self, text: str) -> Place:
-        """The next place with that text."""
-        self._seen[text] += 1
-        return Place(text, self._seen[text])
+def _next_place(seen: Counter[str], text: str) -> Place:
+    """The next place with that text."""
+    seen[text] += 1
+    return Place(text, seen[text])
 
 
-def raw_text(called: Called) -> str:
-    """The name and call site of a torch.distributed collective."""
-    return f"{called.op} {show_site(called.site)}"
-
-
-class At(Change):
-    """A change at one place."""
+class At:
+    """A modification at one place of a run, to see its effect on the gradients."""
 
     def __init__(self, place: Place, how: str, only: int | None) -> None:
         self.place, self.how, self.only = place, how, only
-        self._nodes, self._raw = Places(), Places()
+        self._nodes, self._raw = Counter[str](), Counter[str]()
         self.local: Local | None = None
         self._gathered: tuple[list[Tensor], Tensor] | None = None
 
     def node(self, node: Node) -> None:
-        """Hook the node if it is at the place."""
-        if self._nodes.of(node.text) == self.place and self.only in (None, dist.get_rank()):
+        """Hook the node if it is at the place, after its Function was added to the graph."""
+        if _next_place(self._nodes, node.text) == self.place and self.only in (None, dist.get_rank()):
             node.node.register_hook(self._changed)
 
     def returned(self, called: Called) -> None:
-        """Hook the collective's output if it is at the place."""
-        if self._raw.of(raw_text(called)) != self.place:
+        """Hook the output of a torch.distributed collective outside of Functions if it is at the place."""
+        if _next_place(self._raw, called.text) != self.place:
             return
         handed = called.tensors
         if self.how == SUM and isinstance(x := handed.get("tensor"), Tensor):
@@ -519,9 +503,9 @@ def _raw_everywhere(place: Place, everyones: list[tuple[list[Found], list[Place]
 
 
 def _seen(recorder: CallRecorder) -> tuple[list[Found], list[Place]]:
-    places, result, by_number = Places(), [], {}
+    seen, raw, result, by_number = Counter[str](), Counter[str](), [], {}
     for node in recorder.nodes:
-        place = by_number[node.number] = places.of(node.text)
+        place = by_number[node.number] = _next_place(seen, node.text)
         if not node.collective:
             continue
         inner = [called for called in recorder.called if called.inside == node.number]
@@ -531,9 +515,8 @@ def _seen(recorder: CallRecorder) -> tuple[list[Found], list[Place]]:
         )
         back = any(called.backward for called in inner)
         result.append(Found(place, node.ours, False, False, () if node.ours else tuple(lines), back))
-    raw = Places()
     for called in recorder.raw:
-        result.append(Found(raw.of(raw_text(called)), False, True, called.handed_grad, (), False))
+        result.append(Found(_next_place(raw, called.text), False, True, called.handed_grad, (), False))
     return result, [by_number[number] for number in recorder.ran]
 
 

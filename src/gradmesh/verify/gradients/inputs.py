@@ -23,12 +23,12 @@ from gradmesh.types import Type
 
 InputType = Type | None | Mapping[str, Type | None]
 
-_DOUBLE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex64: torch.complex128,
-}
+
+def doubled(x: Tensor) -> Tensor:
+    """A floating-point or complex tensor in double precision; any other tensor as it is."""
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class RankInputs:
         return x
 
     def _tensor(self, x: Tensor, name: str, kind: Type | None) -> Any:
-        value = x.detach().to(_DOUBLE.get(x.dtype, x.dtype)).clone()
+        value = doubled(x.detach()).clone()
         if kind is None or not (x.is_floating_point() or x.is_complex()):
             return value
         self.leaves[name] = Leaf(name, kind, value)

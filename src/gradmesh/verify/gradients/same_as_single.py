@@ -28,6 +28,7 @@ from gradmesh.verify.gradients.inputs import (
     Shard,
     averaged_parameters,
     chosen,
+    doubled,
     invalid,
     objective_check,
     part_of,
@@ -303,7 +304,7 @@ def arguments(given: object) -> list[Argument]:
             placement = x.type
         compared = placement is not None and not (isinstance(x, Shard) and x.constant)
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            value = value.to(torch.complex128 if value.is_complex() else torch.float64)
+            value = doubled(value)
         else:
             compared = False
         found.append(Argument(f"inputs[{i}]", value, placement, compared))
@@ -570,7 +571,7 @@ def same_as_single(
     )
     given = inputs if callable(inputs) else _Same(inputs)
     made = None if module is None else _Same(module())
-    sgd = _sgd if optimizer is None else optimizer
+    sgd = partial(torch.optim.SGD, lr=0.1) if optimizer is None else optimizer
     plan = Plan(distributed, given, made, parallel, parameters or {}, objective, sgd, steps, ordered)
     single_plan = dataclasses.replace(plan, fn=reference or distributed)
     with (
@@ -601,10 +602,6 @@ class _Same:
 
     def __call__(self, *_: object) -> Any:
         return self.x
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def _check_names(
