@@ -14,7 +14,6 @@ stepped on some rank.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from tools.pages import parser_of
 
 BACKENDS = ("threads", "shm", "gloo", "gloo deferred", "simulated device")
 """The last two are the deferred check: selected on Gloo, and the default of a device, here that of the tests."""
@@ -242,9 +242,7 @@ def table(backends: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Print the table, or write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="all by default")
     lines = table(parser.parse_args(arguments).backend or BACKENDS)
     if into is not None:
