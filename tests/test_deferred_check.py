@@ -202,7 +202,7 @@ def test_a_comparison_that_fails_is_a_warning_on_every_rank() -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
-@pytest.mark.parametrize("name", ["dimension", "a call is missing"])
+@pytest.mark.parametrize("name", ["dimension", "a call is missing", "number of elements"])
 def test_on_a_device_calls_are_compared_by_default_before_a_step(name: str) -> None:
     for text, _ in launched(mismatches.heard_later, name, "backward", True):
         assert "the ranks' calls do not match" in text

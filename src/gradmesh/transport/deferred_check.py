@@ -65,7 +65,7 @@ _GRACE = 0.25
 """Seconds that a rank gets to raise an error by itself before it is printed and the process groups are aborted."""
 _NOTICE = 5.0
 """Seconds after which a rank prints for whom it waits, if that rank may only be busy."""
-_ANSWER = 1.0
+_ANSWER = 5.0
 """Seconds that the ranks get to describe their calls."""
 _CONNECT = 10.0
 """Seconds to connect to the hub."""
@@ -383,10 +383,10 @@ class Checker:
 
     def at_exit(self) -> None:
         """Compare the last calls, and end."""
-        try:
-            self.flush(seconds=_AT_EXIT)
-        except (RuntimeError, ValueError) as error:
-            if not self._raised or self.error is error:
+        if not self._raised:
+            try:
+                self.flush(seconds=_AT_EXIT)
+            except (RuntimeError, ValueError) as error:
                 print(error, file=sys.stderr)
         self.close()
 
