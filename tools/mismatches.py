@@ -272,8 +272,8 @@ one rank had finished, and the launcher ended the other one's wait with an error
 
 "gloo deferred" is `gm.check("deferred")`, with a new world for each cell, and an optimizer
 steps after the mismatch: "after a step" would say that it stepped on some rank before the error. "simulated device" is
-the same on the accelerator of the tests, where it is the default, and where collectives with operands of unexpected sizes
-wait until their group is aborted, as on a GPU. What a deferred error cannot prevent is in
+the same on the accelerator of the tests, where it is the default, and where collectives with operands of unexpected
+sizes wait until their group is aborted, as on a GPU. What a deferred error cannot prevent is in
 [call checking](../checking.md#deferred-tensors-off-the-cpu).
 
 In forward, two calls of the same kind, shape and dtype that are swapped on one rank differ only in their lines;
