@@ -36,6 +36,7 @@ PAGES = {
     "docs/reports/fields.md": "tools.fields.__main__",
     "docs/reports/graphs-scale.md": "tools.graphs.figures",
     "docs/reports/known-bad-programs.md": "tools.zoo",
+    "docs/reports/hosts.md": "benchmarks.hosts",
     "docs/reports/layers.md": "tools.layers.__main__",
     "docs/reports/loss-scaling.md": "tools.objectives.__main__",
     "docs/reports/mismatches.md": "tools.mismatches",
