@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,12 @@ from gradmesh.transport.comm_thread import WorkItem, current_job
 from gradmesh.verify.simulator.costs import CostModel, Link
 from gradmesh.verify.simulator.trace import Event, EventLog, Events, Work, show, trace_of
 
-
-class _Record(Protocol):
-    @property
-    def started(self) -> float: ...
+T = TypeVar("T")
 
 
-RecordT = TypeVar("RecordT", bound=_Record)
-
-
-def complete(ranks: Iterable[RecordT], whole: str, block: str) -> list[RecordT]:
+def complete(ranks: Iterable[T], whole: str, block: str) -> list[T]:
     """Return the ranks' records as a list."""
-    parts = list(ranks)
+    parts: list[Any] = list(ranks)
     if not parts or not all(part.started for part in parts):
         raise ArgumentError(
             message(
@@ -56,9 +50,6 @@ def complete(ranks: Iterable[RecordT], whole: str, block: str) -> list[RecordT]:
             )
         )
     return parts
-
-
-T = TypeVar("T")
 
 
 class Transfer(NamedTuple):

@@ -58,8 +58,6 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, errors.__file__)
 )
 _CODES = _codes()
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""The code of `Function.apply`; None if it is in C++, as from torch 2.15 on."""
 
 
 def is_raw(code: CodeType) -> bool:
@@ -130,16 +128,12 @@ class CallRecorder:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return"):
-            if _APPLY is None and _applies(arg):
-                self._apply_in_c(event, arg.__self__)
+            if _applies(arg):
+                self._apply(event, arg.__self__)
             return
         if event == "call" and self._contexts and self._contexts[-1] is None:
             self._contexts[-1] = next((x for x in frame.f_locals.values() if isinstance(x, _CONTEXT)), None)
-        code = frame.f_code
-        if code is _APPLY:
-            self._apply(frame, event, arg)
-            return
-        op = _CODES.get(code)
+        op = _CODES.get(frame.f_code)
         if op is None:
             return
         if event == "return":
@@ -186,8 +180,8 @@ class CallRecorder:
         if backward and inside is not None:
             self.nodes[inside].collective = True
 
-    def _apply_in_c(self, event: str, cls: type) -> None:
-        """As `_apply`, for C++, which does not expose the result: the node is the `ctx` of the Function's methods."""
+    def _apply(self, event: str, cls: type) -> None:
+        """A Function is applied in C++, which does not expose the result: the node is the `ctx` of its methods."""
         if event == "c_call":
             self._applying.append(object())
             self._contexts.append(None)
@@ -197,24 +191,9 @@ class CallRecorder:
         inner = self._pending.pop(id(self._applying.pop()), [])
         node = self._contexts.pop()
         in_graph = node is not None and any(to is not None for to, _ in node.next_functions)
+        # Inside another Function's forward nothing is recorded.
         if in_graph and not in_backward() and (inner or not self._applying):
             self._node(node, cls, inner)
-
-    def _apply(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call":
-            self._applying.append(frame)
-            return
-        if not self._applying or self._applying[-1] is not frame:
-            return
-        self._applying.pop()
-        inner = self._pending.pop(id(frame), [])
-        nodes = {x.grad_fn for x in _tensors(arg) if x.grad_fn is not None}
-        cls = frame.f_locals.get("cls")
-        if len(nodes) != 1 or in_backward() or cls is None:
-            return
-        if self._applying and not inner:  # inside another Function's forward, where nothing is recorded
-            return
-        self._node(nodes.pop(), cls, inner)
 
     def _node(self, node: Any, cls: type, inner: list[Called]) -> None:
         number = len(self.nodes)
@@ -257,7 +236,7 @@ def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
     if not isinstance(source, Tensor) or source.requires_grad:
         return source if isinstance(source, Tensor) else None
     caller = frame.f_back
-    while caller is not None and not is_outside(caller.f_code):
+    while caller is not None and caller.f_code.co_filename.startswith(_LIBRARIES):
         caller = caller.f_back
     for x in [] if caller is None else caller.f_locals.values():
         if not isinstance(x, Tensor) or not x.requires_grad or x.shape != source.shape:
@@ -265,11 +244,6 @@ def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
         if x.data_ptr() == source.data_ptr():
             return x
     return source
-
-
-def is_outside(code: CodeType) -> bool:
-    """Whether code is neither torch's nor gradmesh's."""
-    return not code.co_filename.startswith(_LIBRARIES)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -473,7 +447,7 @@ def investigate(
             if one_by_one:
                 ways = [] if found.raw else [(DOUBLE, only) for only in range(dist.get_world_size())]
             else:
-                everywhere = _raw_everywhere(place, everyones)
+                everywhere = all(any(f.place == place and f.raw for f in ranks) for ranks, _ in everyones)
                 tried = _ways(found, same_order and place in ran, complex_leaf, everywhere)
                 ways = [(how, None) for how in tried]
             for how, only in ways:
@@ -496,10 +470,6 @@ def _ways(found: Found, alike: bool, complex_leaf: bool, everywhere: bool) -> li
     conjugate = [CONJ] if complex_leaf else []
     further = [NEXT.format(by=by) for by in range(1, dist.get_world_size())]
     return [DOUBLE, *conjugate, *([PART, SUM, *further] if alike else [])]
-
-
-def _raw_everywhere(place: Place, everyones: list[tuple[list[Found], list[Place]]]) -> bool:
-    return all(any(found.place == place and found.raw for found in ranks) for ranks, _ in everyones)
 
 
 def _seen(recorder: CallRecorder) -> tuple[list[Found], list[Place]]:

@@ -159,7 +159,11 @@ def _no_gradient(of: Cases) -> Fit | None:
         return Fit(
             ZERO_GRAD, "the gradient is None or zero on every rank: the graph from the loss is interrupted"
         )
-    unused = [case.rank for case in of.bad if case.terms is not None and _small(case, case.terms[case.rank])]
+    unused = [
+        case.rank
+        for case in of.bad
+        if case.terms is not None and bool((case.terms[case.rank].abs() <= case.allowed).all())
+    ]
     whose = ", whose losses do not depend on it" if len(unused) == len(of.bad) else ""
     return Fit(
         DROPPED,
@@ -318,10 +322,6 @@ def _scaled_by_rank(of: Cases) -> Fit | None:
     return Fit(SCALED, f"each gradient has a factor that depends on the rank: {shown}")
 
 
-def _small(case: Case, x: Tensor) -> bool:
-    return bool((x.abs() <= case.allowed).all())
-
-
 def _listed(ranks: object) -> str:
     return ", ".join(map(str, sorted(set(ranks))))  # type: ignore[call-overload]
 
@@ -381,7 +381,13 @@ def suspects(
         fixes = _fixes(run(investigate, options, True), vectors, places, together=len(found))
     # Several changes may fix them: prefer user code over gradmesh, what is not the exact adjoint, and simple changes.
     exact = {first.place for at, first in enumerate(trials[0].tried) if _is_adjoint(trials, at)}
-    fixes.sort(key=lambda each: (each.found.ours, each.found.place in exact, _complexity(each.how)))
+    fixes.sort(
+        key=lambda each: (
+            each.found.ours,
+            each.found.place in exact,
+            _COMPLEXITY.get(each.how, len(_COMPLEXITY)),
+        )
+    )
     for each in fixes:
         text = each.found.place.text
         if all(suspect.call != text for suspect in diagnosis.suspects):
@@ -410,11 +416,7 @@ def _fixes(trials: list[Trials], vectors: _Vectors, places: dict[Place, Found], 
     return result
 
 
-_SIMPLE_FIRST = [DOUBLE, GATHERED, PART, SUM, CONJ]
-
-
-def _complexity(how: str) -> int:
-    return _SIMPLE_FIRST.index(how) if how in _SIMPLE_FIRST else len(_SIMPLE_FIRST)
+_COMPLEXITY = {DOUBLE: 0, GATHERED: 1, PART: 2, SUM: 3, CONJ: 4}
 
 
 class _Vectors:

@@ -49,7 +49,7 @@ from gradmesh.errors import ArgumentError, DeadlockError, RankError, message
 from gradmesh.launch import Ranks
 from gradmesh.runtime.mesh import mesh as make_mesh
 from gradmesh.runtime.state import RankState
-from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks, WallClock
+from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks
 from gradmesh.verify.simulator.trace import Event, Events, Notes, op_of, trace_of
 
 _LOOK = 0.2
@@ -180,7 +180,7 @@ class Watching(Observer):
     @property
     def lives(self) -> bool:
         """Whether modelled times elapse in wall-clock time."""
-        return self.links.model is not None and isinstance(self.clock, WallClock)
+        return self.links.model is not None and not self.clock.of_ranks
 
     @property
     def takes_turns(self) -> bool:
@@ -580,7 +580,7 @@ def simulate(
             clocks = VirtualClocks(world_size, compute)
             watching.append(Watching(world, clocks, links, axes, Schedule(world, seed)))
         else:
-            watching.append(Watching(world, WallClock(), links, axes, None))
+            watching.append(Watching(world, Clock(), links, axes, None))
         world.observer = watching[0]
 
     results, error = [], None

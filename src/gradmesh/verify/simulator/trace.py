@@ -440,12 +440,8 @@ def sent_by(place: int, part: Contribution, size: int) -> int:
     if op == "send":
         return bytes_of(part.inputs)
     if isinstance(pieces, Sequence):
-        return sum(_given(batch, place) for batch in pieces)
+        return bytes_of(x for batch in pieces for target, x in enumerate(batch.give) if target != place)
     return 0
-
-
-def _given(batch: Any, place: int) -> int:
-    return bytes_of(tensor for target, tensor in enumerate(batch.give) if target != place)
 
 
 def _sum_everywhere(tensor: torch.Tensor, place: int, size: int) -> int:
