@@ -166,14 +166,7 @@ def objective(
 
 
 def _declared(scalar: Tensor, axis: Axis, loss_type: Type, hook: LastPass | None) -> Tensor:
-    """Tell instruments and the value checks that per-rank losses are terms of a sum.
-
-    Args:
-        scalar: the declared loss.
-        axis: the ranks.
-        loss_type: the type of the loss.
-        hook: the hook that marks the backward passes of the loss.
-    """
+    """Tell instruments and the value checks that per-rank losses are terms of a sum; the hook marks its backwards."""
     if hook is not None and scalar.requires_grad:
         scalar.register_hook(hook)
     if loss_type is R and scalar.requires_grad and not compiling() and check_level() == FULL:
@@ -270,13 +263,8 @@ def _wrong(
     if local not in ("mean", "sum"):
         yield "local", f"local={local!r}", '"mean" or "sum"', 'local="sum" if the loss is a sum over samples'
     if loss_type not in (V, R, I):
-        expected = "gm.V, gm.R or gm.I"
-        yield (
-            "loss_type",
-            f"loss_type={loss_type!r}",
-            expected,
-            "loss_type=gm.V if each rank has a different loss",
-        )
+        example = "loss_type=gm.V if each rank has a different loss"
+        yield "loss_type", f"loss_type={loss_type!r}", "gm.V, gm.R or gm.I", example
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         yield "steps", f"steps={steps!r}", "an int, 1 or more", "the number of micro-batches, such as steps=4"
 

@@ -31,18 +31,7 @@ FLAGS = (1 << 34) - 1
 
 
 class CallCheck:
-    """The signature of one call on a rank.
-
-    Args:
-        digest: 64 bits that differ between mismatched calls.
-        said: returns the description of the call, for the error; called only on a mismatch.
-        refusal: builds the error from the descriptions of all ranks, in rank order.
-
-    Attributes:
-        digest: as above.
-        flags: bits that are sent to the other ranks without comparison; see `FLAGS`.
-        peer_flags: every rank's flags, in rank order, if they differ; else None.
-    """
+    """The signature of one call on a rank: a digest that differs between mismatched calls, and `FLAGS`."""
 
     __slots__ = ("_refusal", "_said", "digest", "flags", "peer_flags")
 
@@ -51,11 +40,11 @@ class CallCheck:
     ) -> None:
         self.digest = digest
         self.flags = flags
-        self.peer_flags: Sequence[int] | None = None
+        self.peer_flags: Sequence[int] | None = None  # every rank's flags, in rank order, if they differ
         self._said, self._refusal = said, refusal
 
     def said(self) -> str:
-        """The description of the call."""
+        """The description of the call; needed only on a mismatch."""
         return self._said()
 
     def refusal(self, words: list[str]) -> Exception:
@@ -64,14 +53,7 @@ class CallCheck:
 
 
 class OwnWork(dist.Work):
-    """A pending call of one rank. Subclasses implement waiting and polling.
-
-    Args:
-        result: the value of `result()` and the future.
-
-    Attributes:
-        future: a future that was requested before the call completed; another thread completes it.
-    """
+    """A pending call of one rank. Subclasses implement waiting and polling."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -81,16 +63,11 @@ class OwnWork(dist.Work):
         super().__init__()
         self.given = result
         self.future: torch.futures.Future[Any] | None = None
-
-    # -- implemented by subclasses
+        """Requested before the call completed; another thread completes it."""
 
     @abc.abstractmethod
     def finish(self, seconds: float | None) -> None:
-        """Wait until the call has completed; None: with the group's timeout.
-
-        Raises:
-            GradmeshError: the call failed or timed out.
-        """
+        """Wait until the call has completed, or raise its error; None: with the group's timeout."""
 
     @abc.abstractmethod
     def is_over(self) -> bool:
@@ -275,41 +252,6 @@ with contextlib.suppress(AttributeError):  # systems without fork
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
 
 
-def pass_monitored(
-    work: Any, place: int, timeout: datetime.timedelta, wait_all_ranks: bool, group: str
-) -> None:
-    """Wait for a pending barrier; the error names the missing ranks.
-
-    The first line has Gloo's text, because programs and torch's tests search for it.
-
-    Args:
-        work: the barrier's work; its `late()` returns the missing ranks of the group.
-        place: this rank in the group. Rank 0 waits for `timeout`; others wait for rank 0, up to the group's timeout.
-        timeout: how long rank 0 waits; zero: not at all.
-        wait_all_ranks: name all missing ranks in the first line instead of the first one.
-        group: the group's description.
-
-    Raises:
-        DeadlockError: a rank did not reach the barrier in time.
-        AbortedError: a rank has failed or left, or rank 0 timed out.
-    """
-    try:
-        # A timeout of zero would mean the group's timeout.
-        work.wait(max(timeout, datetime.timedelta.resolution) if place == 0 else None)
-    except (AbortedError, DeadlockError) as error:
-        late: list[int] = work.late()
-        missing = ", ".join(f"rank {rank}" for rank in late)
-        raise type(error)(
-            message(
-                _problem(place, late if wait_all_ranks else late[:1], timeout, wait_all_ranks),
-                axis=group,
-                expected="this barrier on every rank of the group",
-                got=f"missing: {missing}\n{error}" if late else str(error),
-                remedy="check the missing ranks for an exception, an early return or a different collective",
-            )
-        ) from error
-
-
 def _problem(place: int, missing: list[int], timeout: datetime.timedelta, several: bool) -> str:
     if place or not missing:
         return (
@@ -330,18 +272,7 @@ Tensors = list[torch.Tensor]
 
 
 class TorchNames(dist.ProcessGroup):
-    """The identity of a group, and the calls that delegate to others.
-
-    Args:
-        name: the initial name of the group.
-        place: this rank in the group.
-        count: the number of ranks.
-        timeout: how long a call may wait for the other ranks.
-
-    Attributes:
-        backend: the name of the backend.
-        timeout: seconds that a call may wait.
-    """
+    """The identity of a group, and the calls that delegate to others; `place` is this rank in it."""
 
     backend: ClassVar[str]
 
@@ -425,11 +356,7 @@ class TorchNames(dist.ProcessGroup):
     supports_splitting = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The backend for tensors on a device.
-
-        Raises:
-            RuntimeError: it is not the CPU.
-        """
+        """The backend for tensors on a device; RuntimeError unless it is the CPU."""
         return self if torch.device(device).type == "cpu" else super()._get_backend(device)
 
     get_backend = _get_backend
@@ -451,22 +378,29 @@ class TorchNames(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, and name the missing ones.
+        """Wait for all ranks, and name the missing ones, or with `wait_all_ranks=False` the first of them.
 
-        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it. The errors contain Gloo's
-        text, since programs search for it.
-
-        Args:
-            timeout: how long rank 0 waits; defaults to the timeout of the group.
-            wait_all_ranks: name all missing ranks in the first line instead of the first one.
-
-        Raises:
-            DeadlockError: a rank did not reach the barrier in time.
-            AbortedError: a rank has failed or left, or rank 0 timed out.
+        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it, up to the group's timeout.
+        The errors have Gloo's first line, since programs and torch's tests search for it.
         """
         if timeout is None:
             timeout = datetime.timedelta(seconds=self.timeout)
-        pass_monitored(self.barrier(), self.place, timeout, wait_all_ranks, self._shown())
+        work: Any = self.barrier()
+        try:
+            # A timeout of zero would mean the group's timeout.
+            work.wait(max(timeout, datetime.timedelta.resolution) if self.place == 0 else None)
+        except (AbortedError, DeadlockError) as error:
+            late: list[int] = work.late()
+            missing = ", ".join(f"rank {rank}" for rank in late)
+            raise type(error)(
+                message(
+                    _problem(self.place, late if wait_all_ranks else late[:1], timeout, wait_all_ranks),
+                    axis=self._shown(),
+                    expected="this barrier on every rank of the group",
+                    got=f"missing: {missing}\n{error}" if late else str(error),
+                    remedy="check the missing ranks for an exception, an early return or a different collective",
+                )
+            ) from error
 
     @override
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -547,98 +481,42 @@ def group_cache(group: dist.ProcessGroup) -> BoundedCache | None:
 class OwnGroup(TorchNames):
     """A process group in Python.
 
-    Subclasses implement the abstract methods, which have the names of torch 2.13; other names of torch delegate to
-    these. Each call starts immediately and returns a work. `opts` are torch's options: `rootRank`, `reduceOp`, and
-    `asyncOp` (whether the caller waits later). Ranks are group ranks. All ranks must make the same calls in the same
-    order; otherwise every rank gets an error.
+    Subclasses implement torch's calls under the names of torch 2.13 (other names delegate to these): allreduce, reduce,
+    reduce_scatter, reduce_scatter_single_coalesced, broadcast, allgather, all_gather_single_coalesced, gather, scatter,
+    alltoall, all_to_all_single, barrier, send. Each starts immediately and returns a work. `opts` are torch's options:
+    `rootRank`, `reduceOp`, and `asyncOp` (whether the caller waits later). Ranks are group ranks. All ranks must make
+    the same calls in the same order; otherwise every rank gets an error. Reductions are in rank order: the same bits on
+    every rank.
     """
 
-    # -- for torch: reductions
+    _coalesced: list[OwnWork] | None = None
+    """The works since `_start_coalescing`."""
 
     @abc.abstractmethod
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
-        """Reduce each tensor over the ranks, in place, in rank order: the same bits everywhere."""
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
+        """Receive the first message with that tag of a rank, or of any rank (None)."""
 
-    @abc.abstractmethod
-    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
-        """Reduce the tensor over the ranks, in place at the root; on other ranks it does not change."""
-
-    @abc.abstractmethod
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
-        """Reduce `inputs[i][rank]` onto `outputs[i]` of that rank; the ranks' sizes may differ."""
-
-    @abc.abstractmethod
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Reduce each input, and write this rank's equal part along dim 0 to the corresponding output."""
-
-    # -- for torch: data movement
-
-    @abc.abstractmethod
-    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        """Copy the root's tensors to the other ranks."""
-
-    @abc.abstractmethod
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Copy every rank's `inputs[i]` to `outputs[i][rank]`; the ranks' sizes may differ."""
-
-    @abc.abstractmethod
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Copy every rank's input to the corresponding output, concatenated along dim 0 or stacked."""
-
-    @abc.abstractmethod
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
-        """Copy every rank's tensor to `outputs[0][rank]` of the root; `outputs` is empty elsewhere."""
-
-    @abc.abstractmethod
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
-        """Copy `inputs[0][rank]` of the root to that rank's output; `inputs` is empty elsewhere."""
-
-    @abc.abstractmethod
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Copy `inputs[r]` to rank r, into its `outputs[rank]` of this rank."""
-
-    @abc.abstractmethod
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> OwnWork:
-        """Send `input_splits[r]` rows to each rank r and receive `output_splits[r]`; empty lists: equal parts."""
-
-    @abc.abstractmethod
-    def barrier(self, opts: Any = None) -> OwnWork:
-        """Wait until all ranks have made this call."""
-
-    # -- for torch: point to point
-
-    @abc.abstractmethod
-    def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
-        """Send `tensors[0]` to a rank."""
-
-    @abc.abstractmethod
+    @override
     def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
-        """Receive the first message from a rank with that tag."""
+        return self._receive(tensors, source, tag)
 
-    @abc.abstractmethod
+    @override
     def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
-        """Receive the first message with that tag; the work's `_source_rank()` returns the sender."""
+        return self._receive(tensors, None, tag)
 
-    # -- for torch: coalescing, shutdown
-
-    @abc.abstractmethod
+    @override
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collect the works of the calls from here on."""
+        self._coalesced = []
 
-    @abc.abstractmethod
+    @override
     def _end_coalescing(self, device: torch.device) -> OwnWork:
-        """All works since `_start_coalescing` as one."""
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWorks(works)
 
-    @abc.abstractmethod
-    def _get_sequence_number_for_group(self) -> int:
-        """A number that increases with each call; equal on ranks that have made the same calls."""
+    def _collected(self, work: OwnWork) -> OwnWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     @override
     def shutdown(self) -> None:
@@ -706,12 +584,7 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def withdraw(self, call_check: CallCheck | None, said: str) -> None:
-        """Abort a call on all ranks, because this rank failed before it could make it.
-
-        Args:
-            call_check: the call check that this rank would have used.
-            said: the reason; shown for this rank in the error of the others.
-        """
+        """Abort a call on all ranks, because this rank failed before it could make it; `said` is the reason."""
 
     # -- splitting tensors
 
@@ -848,11 +721,7 @@ _names: dict[Any, str] = {}
 
 
 def reduction(opts: Any, backend: str) -> str:
-    """The name of the reduction in a call's options.
-
-    Raises:
-        ArgumentError: it is not supported.
-    """
+    """The name of the reduction in a call's options; ArgumentError for one that is not supported."""
     if opts is None:
         return "SUM"
     kind = opts.reduceOp.op

@@ -1,10 +1,12 @@
-"""Shared by the drop-ins: calls of ops, and ops as torch.autograd.Function classes."""
+"""Shared by the drop-ins: ops as torch.autograd.Function classes, calls of ops, and the docstrings of regions."""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -245,3 +247,108 @@ class SumOfEqual(SameShape):
     def adjoint(self) -> LinearOp:
         """The identity."""
         return CountedByAll(self.axis, **self.swapped)
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
+
+
+class Region(NamedTuple):
+    """A mapping that several libraries have: its types, what two ranks hold in it and in backward, and an example."""
+
+    types: str
+    ranks: tuple[str, str]
+    example: str
+
+
+def region(
+    kind: Region, shape: str = "(...) -> (...)", *, setup: str = "", more: str = ""
+) -> Callable[[FunctionT], FunctionT]:
+    """Complete the docstring of a region: a picture after its first paragraph, and an example at its end.
+
+    Args:
+        kind: the mapping.
+        shape: the shapes of the operand and of the result.
+        setup: the example's first line.
+        more: the arguments that the example passes after the tensor.
+    """
+
+    def documented(function: FunctionT) -> FunctionT:
+        summary, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+        head = f"{kind.types}    shape {shape}    "
+        picture = f"{head}{kind.ranks[0]}\n{' ' * len(head)}{kind.ranks[1]}"
+        example = kind.example.replace("SETUP", f"\n...     {setup}" if setup else "")
+        example = example.replace("REGION", function.__name__).replace("MORE", more)
+        parts = summary, f"::\n\n{_indented(picture)}", rest, f"Example:\n{_indented(example)}"
+        function.__doc__ = "\n\n".join(parts)
+        return function
+
+    return documented
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text, "    ")
+
+
+COPY = Region(
+    "I -> R",
+    ("x -> x      g0+g1 <- g0", "x -> x      g0+g1 <- g1"),
+    """\
+>>> def on_each_rank():SETUP
+...     x = torch.tensor(2.0, requires_grad=True)
+...     ((1 + gm.rank()) * REGION(x)).backward()
+...     return x.grad.item()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[3.0, 3.0]""",
+)
+REDUCE = Region(
+    "P -> I",
+    ("x0 -> x0+x1      g <- g", "x1 -> x0+x1      g <- g"),
+    """\
+>>> def on_each_rank():SETUP
+...     x = torch.tensor(1.0 + gm.rank(), requires_grad=True)
+...     energy = REGION(x**2)
+...     energy.backward()
+...     return energy.item(), x.grad.item()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[(5.0, 2.0), (5.0, 4.0)]""",
+)
+SCATTER = Region(
+    "I -> V",
+    ("[a b] -> a      [g0 g1] <- g0", "[a b] -> b      [g0 g1] <- g1"),
+    """\
+>>> def on_each_rank():SETUP
+...     return REGION(torch.arange(3)).tolist()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[[0, 1], [2]]""",
+)
+GATHER = Region(
+    "V -> I",
+    ("a -> [a b]      g[a] <- g", "b -> [a b]      g[b] <- g"),
+    """\
+>>> def on_each_rank():SETUP
+...     x = torch.ones(1, requires_grad=True)
+...     (REGION(xMORE) * torch.tensor([3.0, 4.0])).sum().backward()
+...     return x.grad.tolist()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[[3.0], [4.0]]""",
+)
+GATHER_SUM_GRAD = Region(
+    "V -> R",
+    ("a -> [a b]      g0[a]+g1[a] <- g0", "b -> [a b]      g0[b]+g1[b] <- g1"),
+    """\
+>>> def on_each_rank():SETUP
+...     x = torch.ones(1, requires_grad=True)
+...     ((1 + gm.rank()) * REGION(xMORE) * torch.tensor([3.0, 4.0])).sum().backward()
+...     return x.grad.tolist()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[[9.0], [12.0]]""",
+)
+REDUCE_SCATTER = Region(
+    "P -> V",
+    ("[x0[0] x0[1]] -> x0[0]+x1[0]      [g0 g1] <- g0", "[x1[0] x1[1]] -> x0[1]+x1[1]      [g0 g1] <- g1"),
+    """\
+>>> def on_each_rank():
+...     return REGION(torch.arange(4.0)).tolist()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[[0.0, 2.0], [4.0, 6.0]]""",
+)

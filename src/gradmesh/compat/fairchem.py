@@ -34,8 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh.compat import _shared
-from gradmesh.compat._shared import OpFunction, adjoint, again, run
+from gradmesh.compat._shared import GATHER, GATHER_SUM_GRAD, SCATTER, OpFunction, adjoint, again, region, run
 from gradmesh.compat.gp_utils import (
+    _SETUP,
     ReduceFromModelParallelRegion,
     ScaleBackwardGrad,
     divide_and_check_no_remainder,
@@ -235,57 +236,33 @@ def all_reduce_sum_with_grad(input: Tensor) -> Tensor:
         MismatchError: the shapes or dtypes differ (detected on some backends).
 
     Example:
-        >>> from gradmesh.compat import fairchem
         >>> def on_each_rank():
-        ...     fairchem.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.tensor(1.0 + fairchem.get_gp_rank(), requires_grad=True)
-        ...     ((1 + fairchem.get_gp_rank()) * all_reduce_sum_with_grad(x)).backward()
-        ...     fairchem.cleanup_gp()
+        ...     setup_graph_parallel_groups(2, "threads")
+        ...     x = torch.tensor(1.0 + gm.rank(), requires_grad=True)
+        ...     ((1 + gm.rank()) * all_reduce_sum_with_grad(x)).backward()
         ...     return x.grad.item()
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [3.0, 3.0]
     """
-    result: Tensor = AllReduceSumWithGrad.apply(input)
-    return result
+    return AllReduceSumWithGrad.forward(None, input)
 
 
+@region(SCATTER, "(n, ...) -> (n / W, ...), one more on the first n % W ranks", setup=_SETUP)
 def scatter_to_model_parallel_region(input: Tensor) -> Tensor:
     """This rank's shard of dim 0 of a tensor that is replicated over the gp group.
-
-    ::
-
-        I -> V    shape (n, ...) -> (n / W, ...), one more on the first n % W ranks
-
-                  [a b] -> a      [g0 g1] <- g0
-                  [a b] -> b      [g0 g1] <- g1
 
     Args:
         input: the same tensor on every rank.
 
     Raises:
         ArgumentError: `input` is 0-dim.
-
-    Example:
-        >>> from gradmesh.compat import fairchem
-        >>> def on_each_rank():
-        ...     fairchem.setup_graph_parallel_groups(2, "threads")
-        ...     part = scatter_to_model_parallel_region(torch.arange(6).view(3, 2))
-        ...     fairchem.cleanup_gp()
-        ...     return part.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[[0, 1], [2, 3]], [[4, 5]]]
     """
-    result: Tensor = ScatterToModelParallelRegion.apply(input)
-    return result
+    return ScatterToModelParallelRegion.forward(None, input)
 
 
+@region(GATHER, "(n_r, ...) -> (natoms, ...)", setup=_SETUP, more=", 2")
 def gather_from_model_parallel_region(input: Tensor, natoms: int) -> Tensor:
     """Concatenate the shards of the gp group along dim 0, into a tensor on which every rank does identical work.
-
-    ::
-
-        V -> I    shape (n_r, ...) -> (natoms, ...)    a -> [a b]      g[a] <- g
-                                                       b -> [a b]      g[b] <- g
 
     If the work that follows differs between ranks, use `gather_from_model_parallel_region_sum_grad`: each rank then has
     only its contribution to the gradient, and this function does not sum.
@@ -297,29 +274,13 @@ def gather_from_model_parallel_region(input: Tensor, natoms: int) -> Tensor:
     Raises:
         ArgumentError: `natoms` is not an int >= 0.
         ShapeError: `input` is neither this rank's shard of `natoms` nor that shard padded.
-
-    Example:
-        >>> from gradmesh.compat import fairchem
-        >>> def on_each_rank():
-        ...     fairchem.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.ones(2 - fairchem.get_gp_rank(), requires_grad=True)
-        ...     whole = gather_from_model_parallel_region(x, 3)
-        ...     (whole * torch.tensor([3.0, 4.0, 5.0])).sum().backward()
-        ...     fairchem.cleanup_gp()
-        ...     return x.grad.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[3.0, 4.0], [5.0]]
     """
     return _gather(input, natoms, I, "gather_from_model_parallel_region")
 
 
+@region(GATHER_SUM_GRAD, "(n_r, ...) -> (natoms, ...)", setup=_SETUP, more=", 2")
 def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Tensor:
     """Concatenate the shards of the gp group along dim 0, into a tensor that each rank uses differently.
-
-    ::
-
-        V -> R    shape (n_r, ...) -> (natoms, ...)    a -> [a b]      g0[a]+g1[a] <- g0
-                                                       b -> [a b]      g0[b]+g1[b] <- g1
 
     Args:
         input: this rank's shard of the even split, or that shard padded to the size of the largest.
@@ -328,18 +289,6 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Te
     Raises:
         ArgumentError: `natoms` is not an int >= 0.
         ShapeError: `input` is neither this rank's shard of `natoms` nor that shard padded.
-
-    Example:
-        >>> from gradmesh.compat import fairchem
-        >>> def on_each_rank():
-        ...     fairchem.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.ones(2 - fairchem.get_gp_rank(), requires_grad=True)
-        ...     whole = gather_from_model_parallel_region_sum_grad(x, 3)
-        ...     ((1 + fairchem.get_gp_rank()) * whole * torch.tensor([3.0, 4.0, 5.0])).sum().backward()
-        ...     fairchem.cleanup_gp()
-        ...     return x.grad.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[9.0, 12.0], [15.0]]
     """
     return _gather(input, natoms, R, "gather_from_model_parallel_region_sum_grad")
 
@@ -634,13 +583,10 @@ def build_gp_context(
         MismatchError: `rank_assignments` differs between ranks.
 
     Example:
-        >>> from gradmesh.compat import fairchem
         >>> def on_each_rank():
-        ...     fairchem.setup_graph_parallel_groups(2, "threads")
-        ...     rank = fairchem.get_gp_rank()
-        ...     edges = [torch.tensor([[0, 2], [1, 1]]), torch.tensor([[1], [2]])][rank]
-        ...     context = build_gp_context(edges, torch.tensor([0, 0, 1]), rank, 2)
-        ...     fairchem.cleanup_gp()
+        ...     setup_graph_parallel_groups(2, "threads")
+        ...     edges = [torch.tensor([[0, 2], [1, 1]]), torch.tensor([[1], [2]])][gm.rank()]
+        ...     context = build_gp_context(edges, torch.tensor([0, 0, 1]), gm.rank(), 2)
         ...     return context.send_indices.tolist(), context.edge_index_local.tolist()
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [([1], [[0, 2], [1, 1]]), ([0], [[1], [0]])]
@@ -736,16 +682,13 @@ def all_to_all_collect(
         ArgumentError: the context was built for another number of ranks.
 
     Example:
-        >>> from gradmesh.compat import fairchem
         >>> def on_each_rank():
-        ...     fairchem.setup_graph_parallel_groups(2, "threads")
-        ...     rank = fairchem.get_gp_rank()
-        ...     edges = [torch.tensor([[0, 2], [1, 1]]), torch.tensor([[1], [2]])][rank]
-        ...     context = build_gp_context(edges, torch.tensor([0, 0, 1]), rank, 2)
-        ...     x = torch.tensor([[10.0], [11.0]] if rank == 0 else [[12.0]], requires_grad=True)
+        ...     setup_graph_parallel_groups(2, "threads")
+        ...     edges = [torch.tensor([[0, 2], [1, 1]]), torch.tensor([[1], [2]])][gm.rank()]
+        ...     context = build_gp_context(edges, torch.tensor([0, 0, 1]), gm.rank(), 2)
+        ...     x = torch.tensor([[10.0], [11.0]] if gm.rank() == 0 else [[12.0]], requires_grad=True)
         ...     received = all_to_all_collect(x, context)
         ...     (received**2).sum().backward()
-        ...     fairchem.cleanup_gp()
         ...     return received.tolist(), x.grad.tolist()
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [([[12.0]], [[0.0], [22.0]]), ([[11.0]], [[24.0]])]

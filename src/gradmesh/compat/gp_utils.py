@@ -36,7 +36,17 @@ from torch import Tensor
 from gradmesh._torch import default_group
 from gradmesh.autograd.rule import apply
 from gradmesh.compat import _shared
-from gradmesh.compat._shared import OpFunction, run, single_rank_axis
+from gradmesh.compat._shared import (
+    COPY,
+    GATHER,
+    GATHER_SUM_GRAD,
+    REDUCE,
+    SCATTER,
+    OpFunction,
+    region,
+    run,
+    single_rank_axis,
+)
 from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError, message
 from gradmesh.runtime.mesh import Axis, world_group
 from gradmesh.runtime.state import rank_state
@@ -73,6 +83,10 @@ __all__ = [
 
 # The signatures are those of the original, where a tensor is called `input`.
 # ruff: noqa: A002
+
+
+_SETUP = 'setup_graph_parallel_groups(2, "threads")'
+"""The first line of the examples of regions."""
 
 
 class _Groups(NamedTuple):
@@ -168,9 +182,7 @@ def setup_graph_parallel_groups(graph_parallel_group_size: int, distributed_back
     Example:
         >>> def on_each_rank():
         ...     setup_graph_parallel_groups(2, "threads")
-        ...     found = get_dp_rank(), get_gp_rank()
-        ...     cleanup_gp()
-        ...     return found
+        ...     return get_dp_rank(), get_gp_rank()
         >>> gm.launch(on_each_rank, 4, backend="threads")
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
@@ -417,12 +429,12 @@ class ScaleBackwardGrad(OpFunction):
 
 def _reduce(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001 - the original's signature
     """P -> I: the sum over the gp group, as a new tensor; backward is the identity."""
-    return apply(_shared.all_reduce(input, gp_axis(), dst=I), input)
+    return ReduceFromModelParallelRegion.forward(None, input)
 
 
 def _split(input: Tensor, dim: int = -1) -> Tensor:
     """I -> V: a copy of the local shard; backward concatenates."""
-    return apply(_shared.shard(input, gp_axis(), dim, part_sizes), input)
+    return ScatterToModelParallelRegion.forward(None, input, dim)
 
 
 def _gather(input: Tensor, dim: int = -1) -> Tensor:
@@ -432,47 +444,27 @@ def _gather(input: Tensor, dim: int = -1) -> Tensor:
 
 def _gather_with_padding(input: Tensor, dim: int = -1) -> Tensor:
     """V -> I: the shards of the gp group, of any sizes, concatenated without padding; backward is the local shard."""
-    return apply(_shared.all_gather(input, gp_axis(), dim, dst=I, sizes="auto"), input)
+    return GatherFromModelParallelRegion.forward(None, input, dim)
 
 
+@region(COPY, setup=_SETUP)
 def copy_to_model_parallel_region(input: Tensor) -> Tensor:
     """Mark that the ranks of the gp group use `input` differently from here on: the identity, with summed gradients.
 
     For replicated tensors that enter graph parallel work.
-
-    ::
-
-        I -> R    shape (...) -> (...)    x -> x      g0+g1 <- g0
-                                          x -> x      g0+g1 <- g1
 
     Args:
         input: the same tensor on every rank of the group.
 
     Raises:
         ArgumentError: `input` is not a dense tensor.
-
-    Example:
-        >>> from gradmesh.compat import gp_utils
-        >>> def on_each_rank():
-        ...     gp_utils.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.tensor(2.0, requires_grad=True)
-        ...     ((1 + gp_utils.get_gp_rank()) * copy_to_model_parallel_region(x)).backward()
-        ...     gp_utils.cleanup_gp()
-        ...     return x.grad.item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [3.0, 3.0]
     """
-    result: Tensor = CopyToModelParallelRegion.apply(input)
-    return result
+    return CopyToModelParallelRegion.forward(None, input)
 
 
+@region(REDUCE, setup=_SETUP)
 def reduce_from_model_parallel_region(input: Tensor) -> Tensor:
     """Sum over the gp group, into a tensor on which every rank does identical work.
-
-    ::
-
-        P -> I    shape (...) -> (...)    x0 -> x0+x1      g <- g
-                                          x1 -> x0+x1      g <- g
 
     Args:
         input: this rank's term; not modified.
@@ -480,32 +472,13 @@ def reduce_from_model_parallel_region(input: Tensor) -> Tensor:
     Raises:
         ArgumentError: `input` is not a dense tensor.
         MismatchError: the shapes or dtypes differ (detected on some backends).
-
-    Example:
-        >>> from gradmesh.compat import gp_utils
-        >>> def on_each_rank():
-        ...     gp_utils.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.tensor(1.0 + gp_utils.get_gp_rank(), requires_grad=True)
-        ...     energy = reduce_from_model_parallel_region(x**2)
-        ...     energy.backward()
-        ...     gp_utils.cleanup_gp()
-        ...     return energy.item(), x.grad.item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [(5.0, 2.0), (5.0, 4.0)]
     """
-    result: Tensor = ReduceFromModelParallelRegion.apply(input)
-    return result
+    return ReduceFromModelParallelRegion.forward(None, input)
 
 
+@region(SCATTER, "(n, ...) -> (ceil(n / W), ...), less or 0 on the last ranks", setup=_SETUP)
 def scatter_to_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
     """This rank's shard along `dim` of a tensor that is replicated over the gp group.
-
-    ::
-
-        I -> V    shape (n, ...) -> (ceil(n / W), ...), less or 0 on the last ranks
-
-                  [a b] -> a      [g0 g1] <- g0
-                  [a b] -> b      [g0 g1] <- g1
 
     Args:
         input: the same tensor on every rank.
@@ -514,28 +487,13 @@ def scatter_to_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
 
     Raises:
         ArgumentError: `dim` is out of range.
-
-    Example:
-        >>> from gradmesh.compat import gp_utils
-        >>> def on_each_rank():
-        ...     gp_utils.setup_graph_parallel_groups(2, "threads")
-        ...     part = scatter_to_model_parallel_region(torch.arange(3), dim=0)
-        ...     gp_utils.cleanup_gp()
-        ...     return part.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0, 1], [2]]
     """
-    result: Tensor = ScatterToModelParallelRegion.apply(input, dim)
-    return result
+    return ScatterToModelParallelRegion.forward(None, input, dim)
 
 
+@region(GATHER, "(n_r, ...) -> (n_0 + ... + n_W-1, ...)", setup=_SETUP)
 def gather_from_model_parallel_region(input: Tensor, dim: int = -1, natoms: None = None) -> Tensor:
     """Concatenate the shards of the gp group, into a tensor on which every rank does identical work.
-
-    ::
-
-        V -> I    shape (n_r, ...) -> (n_0 + ... + n_W-1, ...)    a -> [a b]      g[a] <- g
-                                                                  b -> [a b]      g[b] <- g
 
     The gradient of the result is complete on every rank, so backward takes the local slice without a sum. If the work
     that follows differs between ranks, each rank has only its contribution to the gradient: use
@@ -549,31 +507,14 @@ def gather_from_model_parallel_region(input: Tensor, dim: int = -1, natoms: None
     Raises:
         ArgumentError: `dim` is out of range, or `natoms` is given.
         MismatchError: other sizes or dtypes differ (detected on some backends).
-
-    Example:
-        >>> from gradmesh.compat import gp_utils
-        >>> def on_each_rank():
-        ...     gp_utils.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.ones(1 + gp_utils.get_gp_rank(), requires_grad=True)
-        ...     whole = gather_from_model_parallel_region(x, dim=0)
-        ...     (whole * torch.tensor([3.0, 4.0, 5.0])).sum().backward()
-        ...     gp_utils.cleanup_gp()
-        ...     return x.grad.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[3.0], [4.0, 5.0]]
     """
     _refuse_natoms(input, dim, natoms, "gather_from_model_parallel_region")
-    result: Tensor = GatherFromModelParallelRegion.apply(input, dim)
-    return result
+    return GatherFromModelParallelRegion.forward(None, input, dim)
 
 
+@region(GATHER_SUM_GRAD, "(n_r, ...) -> (n_0 + ... + n_W-1, ...)", setup=_SETUP)
 def gather_from_model_parallel_region_sum_grad(input: Tensor, dim: int = -1, natoms: None = None) -> Tensor:
     """Concatenate the shards of the gp group, into a tensor that each rank uses differently.
-
-    ::
-
-        V -> R    shape (n_r, ...) -> (n_0 + ... + n_W-1, ...)    a -> [a b]      g0[a]+g1[a] <- g0
-                                                                  b -> [a b]      g0[b]+g1[b] <- g1
 
     Args:
         input: this rank's shard; its size along `dim` may differ between ranks.
@@ -583,22 +524,9 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, dim: int = -1, nat
     Raises:
         ArgumentError: `dim` is out of range, or `natoms` is given.
         MismatchError: other sizes or dtypes differ (detected on some backends).
-
-    Example:
-        >>> from gradmesh.compat import gp_utils
-        >>> def on_each_rank():
-        ...     gp_utils.setup_graph_parallel_groups(2, "threads")
-        ...     x = torch.ones(1 + gp_utils.get_gp_rank(), requires_grad=True)
-        ...     whole = gather_from_model_parallel_region_sum_grad(x, dim=0)
-        ...     ((1 + gp_utils.get_gp_rank()) * whole * torch.tensor([3.0, 4.0, 5.0])).sum().backward()
-        ...     gp_utils.cleanup_gp()
-        ...     return x.grad.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[9.0], [12.0, 15.0]]
     """
     _refuse_natoms(input, dim, natoms, "gather_from_model_parallel_region_sum_grad")
-    result: Tensor = GatherFromModelParallelRegionSumGrad.apply(input, dim)
-    return result
+    return GatherFromModelParallelRegionSumGrad.forward(None, input, dim)
 
 
 def scale_backward_grad(input: Tensor) -> Tensor:
@@ -620,19 +548,16 @@ def scale_backward_grad(input: Tensor) -> Tensor:
         input: the same on every rank of the group; the gradient of the result must be the same too.
 
     Example:
-        >>> from gradmesh.compat import gp_utils
         >>> def on_each_rank():
-        ...     gp_utils.setup_graph_parallel_groups(2, "threads")
+        ...     setup_graph_parallel_groups(2, "threads")
         ...     x = torch.tensor(3.0, requires_grad=True)
         ...     loss = scale_backward_grad(x**2)
         ...     loss.backward()
-        ...     gp_utils.cleanup_gp()
         ...     return loss.item(), x.grad.item()
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(9.0, 12.0), (9.0, 12.0)]
     """
-    result: Tensor = ScaleBackwardGrad.apply(input)
-    return result
+    return ScaleBackwardGrad.forward(None, input)
 
 
 def _refuse_natoms(input: Tensor, dim: int, natoms: object, name: str) -> None:

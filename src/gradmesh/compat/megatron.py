@@ -38,7 +38,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.compat import _shared
-from gradmesh.compat._shared import OpFunction, adjoint, again, run, single_rank_axis
+from gradmesh.compat._shared import (
+    COPY,
+    GATHER,
+    GATHER_SUM_GRAD,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    OpFunction,
+    adjoint,
+    again,
+    region,
+    run,
+    single_rank_axis,
+)
 from gradmesh.errors import AxisError, message
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import balanced
@@ -263,13 +276,9 @@ class _AllToAll(OpFunction):
         return again(ctx, tangents[1])
 
 
+@region(GATHER_SUM_GRAD, "(..., n) -> (..., W n)")
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Concatenate along the last dimension, into a tensor that each rank uses differently.
-
-    ::
-
-        V -> R    shape (..., n) -> (..., W n)    a -> [a b]      g0[a]+g1[a] <- g0
-                                                  b -> [a b]      g0[b]+g1[b] <- g1
 
     Args:
         input_: this rank's shard, of the same shape on all ranks.
@@ -277,46 +286,24 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group
 
     Raises:
         MismatchError: the shapes or dtypes differ (detected on some backends).
-
-    Example:
-        >>> def on_each_rank():
-        ...     return all_gather_last_dim_from_tensor_parallel_region(torch.tensor([gm.axis().rank])).tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0, 1], [0, 1]]
     """
     return collectives.all_gather(input_, axis_of(group), -1, dst=R)
 
 
+@region(COPY)
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Mark that the ranks use `input_` differently from here on: the identity, with summed gradients.
-
-    ::
-
-        I -> R    shape (...) -> (...)    x -> x      g0+g1 <- g0
-                                          x -> x      g0+g1 <- g1
 
     Args:
         input_: the same tensor on every rank.
         group: the ranks of the tensor parallel group.
-
-    Example:
-        >>> def on_each_rank():
-        ...     x = torch.tensor(2.0, requires_grad=True)
-        ...     ((1 + gm.axis().rank) * copy_to_tensor_model_parallel_region(x)).backward()
-        ...     return x.grad.item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [3.0, 3.0]
     """
     return collectives.replicate(input_, axis_of(group))
 
 
+@region(GATHER, "(..., n) -> (..., W n)")
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Concatenate along the last dimension, into a tensor on which every rank does identical work.
-
-    ::
-
-        V -> I    shape (..., n) -> (..., W n)    a -> [a b]      g[a] <- g
-                                                  b -> [a b]      g[b] <- g
 
     Args:
         input_: this rank's shard, of the same shape on all ranks.
@@ -324,23 +311,13 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
 
     Raises:
         MismatchError: the shapes or dtypes differ (detected on some backends).
-
-    Example:
-        >>> def on_each_rank():
-        ...     return gather_from_tensor_model_parallel_region(torch.tensor([gm.axis().rank])).tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0, 1], [0, 1]]
     """
     return collectives.all_gather(input_, axis_of(group), -1, dst=I)
 
 
+@region(REDUCE)
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Sum over the ranks, into a tensor on which every rank does identical work.
-
-    ::
-
-        P -> I    shape (...) -> (...)    x0 -> x0+x1      g <- g
-                                          x1 -> x0+x1      g <- g
 
     Args:
         input_: this rank's term.
@@ -348,23 +325,13 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
 
     Raises:
         MismatchError: the shapes or dtypes differ (detected on some backends).
-
-    Example:
-        >>> def on_each_rank():
-        ...     return reduce_from_tensor_model_parallel_region(torch.tensor(1.0 + gm.axis().rank)).item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [3.0, 3.0]
     """
     return collectives.all_reduce(input_, axis_of(group), dst=I)
 
 
+@region(REDUCE_SCATTER, "(..., n) -> (..., n/W)")
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Sum over the ranks; each rank keeps its slice of the last dimension.
-
-    ::
-
-        P -> V    shape (..., n) -> (..., n/W)    [x0[0] x0[1]] -> x0[0]+x1[0]      [g0 g1] <- g0
-                                                  [x1[0] x1[1]] -> x0[1]+x1[1]      [g0 g1] <- g1
 
     Args:
         input_: this rank's term of the sum, with the full last dimension.
@@ -372,33 +339,17 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Gro
 
     Raises:
         ShapeError: the last dimension is not divisible by the number of ranks.
-
-    Example:
-        >>> def on_each_rank():
-        ...     return reduce_scatter_last_dim_to_tensor_parallel_region(torch.arange(4.0)).tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0.0, 2.0], [4.0, 6.0]]
     """
     return collectives.reduce_scatter(input_, axis_of(group), -1)
 
 
+@region(SCATTER, "(..., n) -> (..., n/W)")
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """This rank's slice of the last dimension.
-
-    ::
-
-        I -> V    shape (..., n) -> (..., n/W)    [a b] -> a      [g0 g1] <- g0
-                                                  [a b] -> b      [g0 g1] <- g1
 
     Args:
         input_: the same tensor on every rank.
         group: the ranks of the tensor parallel group.
-
-    Example:
-        >>> def on_each_rank():
-        ...     return scatter_to_tensor_model_parallel_region(torch.arange(4)).tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0, 1], [2, 3]]
     """
     return collectives.shard(input_, axis_of(group), -1)
 
@@ -442,6 +393,7 @@ def gather_from_sequence_parallel_region(
     return collectives.all_gather(input_, axis_of(group), 0, dst=dst, sizes=ints(output_split_sizes))
 
 
+@region(REDUCE_SCATTER, "(n, ...) -> (n/W, ...)")
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
     group: Group = None,
@@ -449,11 +401,6 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,  # noqa: ARG001 - results are always freshly allocated
 ) -> Tensor:
     """Sum over the ranks; each rank keeps its slice of the first dimension.
-
-    ::
-
-        P -> V    shape (n, ...) -> (n/W, ...)    [x0[0] x0[1]] -> x0[0]+x1[0]      [g0 g1] <- g0
-                                                  [x1[0] x1[1]] -> x0[1]+x1[1]      [g0 g1] <- g1
 
     Args:
         input_: this rank's term of the sum, with the full first dimension.
@@ -463,33 +410,17 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Raises:
         ShapeError: the sizes do not add up; or None, and the first dimension is not divisible by the number of ranks.
-
-    Example:
-        >>> def on_each_rank():
-        ...     return reduce_scatter_to_sequence_parallel_region(torch.arange(4.0)).tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0.0, 2.0], [4.0, 6.0]]
     """
     return collectives.reduce_scatter(input_, axis_of(group), 0, sizes=ints(input_split_sizes))
 
 
+@region(SCATTER, "(n, ...) -> (n/W, ...)")
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """This rank's slice of the first dimension.
-
-    ::
-
-        I -> V    shape (n, ...) -> (n/W, ...)    [a b] -> a      [g0 g1] <- g0
-                                                  [a b] -> b      [g0 g1] <- g1
 
     Args:
         input_: the same tensor on every rank.
         group: the ranks of the tensor parallel group.
-
-    Example:
-        >>> def on_each_rank():
-        ...     return scatter_to_sequence_parallel_region(torch.arange(4)).tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[0, 1], [2, 3]]
     """
     return collectives.shard(input_, axis_of(group), 0)
 

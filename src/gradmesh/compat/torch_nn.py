@@ -70,113 +70,92 @@ _REDUCTIONS: tuple[tuple[ReduceOp.RedOpType, types.Reduction], ...] = (
 )
 
 
-def _fail(
-    problem: str, axis: Axis, op: str, expected: str, got: str, remedy: str, kind: type[ArgumentError]
-) -> NoReturn:
-    text = message(
-        problem, op=f"compat.torch_nn.{op}", axis=str(axis), expected=expected, got=got, remedy=remedy
-    )
-    raise kind(text)
+class _Call:
+    """A call of a function: its name, and its axis. None is the world, even if there is a current mesh."""
 
+    def __init__(self, name: str, group: AxisLike) -> None:
+        self.op = f"compat.torch_nn.{name}"
+        self.axis: Axis = resolve(world_group(self.op) if group is None else group, self.op)
 
-def axis_of(group: AxisLike, op: str) -> Axis:
-    """The axis of a group; None is the world, even if there is a current mesh."""
-    op = f"compat.torch_nn.{op}"
-    return resolve(world_group(op) if group is None else group, op)
+    def fail(
+        self, problem: str, *, expected: str, got: str, remedy: str, kind: type[ArgumentError] = ArgumentError
+    ) -> NoReturn:
+        axis = str(self.axis)
+        raise kind(message(problem, op=self.op, axis=axis, expected=expected, got=got, remedy=remedy))
 
+    def root(self, rank: int, name: str) -> int:
+        """The index on the axis of a global rank."""
+        ranks = self.axis.global_ranks
+        if rank not in ranks:
+            self.fail(
+                f"{name} is not in the group",
+                expected=f"one of the group's global ranks, {ranks}",
+                got=f"{name}={rank!r}",
+                remedy=f"pass a global rank, as in torch.distributed, e.g. {name}={ranks[0]}",
+            )
+        return ranks.index(rank)
 
-def root_of(rank: int, axis: Axis, op: str, name: str) -> int:
-    """The index on the axis of a global rank."""
-    ranks = axis.global_ranks
-    if rank not in ranks:
-        _fail(
-            f"{name} is not in the group",
-            axis,
-            op,
-            expected=f"one of the group's global ranks, {ranks}",
-            got=f"{name}={rank!r}",
-            remedy=f"pass a global rank, as in torch.distributed, e.g. {name}={ranks[0]}",
-            kind=ArgumentError,
-        )
-    return ranks.index(rank)
-
-
-def reduction_of(op: Reduction, axis: Axis, verb: str) -> types.Reduction:
-    """Gradmesh's name of a torch reduction."""
-    for theirs, ours in _REDUCTIONS:
-        if op == theirs:
-            return ours
-    return _fail(
-        "the reduction has no gradient rule",
-        axis,
-        verb,
-        expected="SUM, AVG, MAX, MIN or PRODUCT",
-        got=f"op={op}",
-        remedy="for tensors that do not require grad, call torch.distributed directly",
-        kind=ArgumentError,
-    )
-
-
-def one_each(tensors: Sequence[Tensor], axis: Axis, op: str) -> None:
-    """Raise unless there is one tensor for each rank."""
-    if not isinstance(tensors, Sequence) or len(tensors) != axis.size:
-        _fail(
-            "the list does not have one tensor for each rank of the group",
-            axis,
-            op,
-            expected=f"a list of {axis.size} tensors, on every rank",
-            got=f"{len(tensors)} tensors" if isinstance(tensors, Sequence) else type(tensors).__name__,
-            remedy="pass one tensor for each rank; on ranks whose values are ignored, e.g. torch.empty(shape)",
-            kind=ShapeError,
+    def reduction(self, op: Reduction) -> types.Reduction:
+        """Gradmesh's name of a torch reduction."""
+        for theirs, ours in _REDUCTIONS:
+            if op == theirs:
+                return ours
+        return self.fail(
+            "the reduction has no gradient rule",
+            expected="SUM, AVG, MAX, MIN or PRODUCT",
+            got=f"op={op}",
+            remedy="for tensors that do not require grad, call torch.distributed directly",
         )
 
+    def one_each(self, tensors: Sequence[Tensor]) -> None:
+        """Raise unless there is one tensor for each rank."""
+        if not isinstance(tensors, Sequence) or len(tensors) != self.axis.size:
+            self.fail(
+                "the list does not have one tensor for each rank of the group",
+                expected=f"a list of {self.axis.size} tensors, on every rank",
+                got=f"{len(tensors)} tensors" if isinstance(tensors, Sequence) else type(tensors).__name__,
+                remedy="pass one tensor for each rank; on ranks whose values are ignored, e.g. torch.empty(shape)",
+                kind=ShapeError,
+            )
 
-def stack(tensors: Sequence[Tensor], axis: Axis, op: str) -> Tensor:
-    """Stack one tensor for each rank, all of the same shape."""
-    one_each(tensors, axis, op)
-    if len({part.shape for part in tensors}) > 1:
-        _fail(
-            "the tensors have different shapes",
-            axis,
-            op,
-            expected="the same shape for all ranks",
-            got=", ".join(str(tuple(part.shape)) for part in tensors),
-            remedy="use gradmesh.scatter, e.g. with sizes=(4, 3)",
-            kind=ShapeError,
-        )
-    return torch.stack(list(tensors))
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Stack one tensor for each rank, all of the same shape."""
+        self.one_each(tensors)
+        if len({part.shape for part in tensors}) > 1:
+            self.fail(
+                "the tensors have different shapes",
+                expected="the same shape for all ranks",
+                got=", ".join(str(tuple(part.shape)) for part in tensors),
+                remedy="use gradmesh.scatter, e.g. with sizes=(4, 3)",
+                kind=ShapeError,
+            )
+        return torch.stack(list(tensors))
 
+    def equal(self, output: Tensor) -> list[int]:
+        """Equal sizes for each rank."""
+        if output.size(0) % self.axis.size:
+            self.fail(
+                "dim 0 of output is not divisible by the number of ranks",
+                expected=f"a multiple of {self.axis.size}",
+                got=f"size {output.size(0)}",
+                remedy=f"pass e.g. output_split_sizes={list(balanced(output.size(0), self.axis.size))}",
+                kind=ShapeError,
+            )
+        return [output.size(0) // self.axis.size] * self.axis.size
 
-def equal(output: Tensor, axis: Axis) -> list[int]:
-    """Equal sizes for each rank."""
-    if output.size(0) % axis.size:
-        _fail(
-            "dim 0 of output is not divisible by the number of ranks",
-            axis,
-            "all_to_all_single",
-            expected=f"a multiple of {axis.size}",
-            got=f"size {output.size(0)}",
-            remedy=f"pass e.g. output_split_sizes={list(balanced(output.size(0), axis.size))}",
-            kind=ShapeError,
-        )
-    return [output.size(0) // axis.size] * axis.size
-
-
-def fill(output: Tensor, result: Tensor, axis: Axis, op: str) -> Tensor:
-    """Copy the values into `output`, as torch does, and return the differentiable result in its shape."""
-    if output.numel() != result.numel():
-        _fail(
-            "output has another number of elements than the result",
-            axis,
-            op,
-            expected=f"{result.numel()} elements",
-            got=f"shape {tuple(output.shape)}",
-            remedy=f"allocate e.g. torch.empty({tuple(result.shape)})",
-            kind=ShapeError,
-        )
-    result = result.view(output.shape)
-    output.detach().copy_(result.detach())
-    return result
+    def fill(self, output: Tensor, result: Tensor) -> Tensor:
+        """Copy the values into `output`, as torch does, and return the differentiable result in its shape."""
+        if output.numel() != result.numel():
+            self.fail(
+                "output has another number of elements than the result",
+                expected=f"{result.numel()} elements",
+                got=f"shape {tuple(output.shape)}",
+                remedy=f"allocate e.g. torch.empty({tuple(result.shape)})",
+                kind=ShapeError,
+            )
+        result = result.view(output.shape)
+        output.detach().copy_(result.detach())
+        return result
 
 
 def reduce_scatter(
@@ -208,9 +187,9 @@ def reduce_scatter(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [2.0, 5.0]
     """
-    axis = axis_of(group, "reduce_scatter")
-    reduction = reduction_of(op, axis, "reduce_scatter")
-    one_each(input_list, axis, "reduce_scatter")
+    call = _Call("reduce_scatter", group)
+    axis, reduction = call.axis, call.reduction(op)
+    call.one_each(input_list)
     flat = torch.cat([part.reshape(-1) for part in input_list])
     sizes = [part.numel() for part in input_list]
     if reduction == "sum" or reduction == "mean":
@@ -218,7 +197,7 @@ def reduce_scatter(
     else:
         whole = collectives.all_reduce(flat, axis, op=reduction, dst=R)
         mine = whole.split(sizes)[axis.rank].clone()
-    return fill(output, mine, axis, "reduce_scatter")
+    return call.fill(output, mine)
 
 
 def all_reduce(tensor: Tensor, op: Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
@@ -246,8 +225,8 @@ def all_reduce(tensor: Tensor, op: Reduction = ReduceOp.SUM, group: AxisLike = N
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [2.0, 2.0]
     """
-    axis = axis_of(group, "all_reduce")
-    return collectives.all_reduce(tensor, axis, op=reduction_of(op, axis, "all_reduce"), dst=R)
+    call = _Call("all_reduce", group)
+    return collectives.all_reduce(tensor, call.axis, op=call.reduction(op), dst=R)
 
 
 def broadcast(tensor: Tensor, src: int, group: AxisLike = None) -> Tensor:
@@ -272,8 +251,8 @@ def broadcast(tensor: Tensor, src: int, group: AxisLike = None) -> Tensor:
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [2.0, 2.0]
     """
-    axis = axis_of(group, "broadcast")
-    return collectives.broadcast(tensor, axis, root=root_of(src, axis, "broadcast", "src"))
+    call = _Call("broadcast", group)
+    return collectives.broadcast(tensor, call.axis, root=call.root(src, "src"))
 
 
 def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor, ...]:
@@ -300,8 +279,8 @@ def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0.0, 0.0], [1.0, 2.0]]
     """
-    axis = axis_of(group, "gather")
-    root = root_of(dst, axis, "gather", "dst")
+    call = _Call("gather", group)
+    axis, root = call.axis, call.root(dst, "dst")
     row = tensor.unsqueeze(0)
     stacked = apply(_shared.gather(row, axis, root), row)
     if axis.rank != root:
@@ -335,9 +314,8 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: AxisLike = None) -> 
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [1, 6]
     """
-    axis = axis_of(group, "scatter")
-    root = root_of(src, axis, "scatter", "src")
-    stacked = stack(tensors, axis, "scatter")
+    call = _Call("scatter", group)
+    axis, root, stacked = call.axis, call.root(src, "src"), call.stack(tensors)
     if axis.rank != root:
         stacked = stacked[:0]
     return collectives.scatter(stacked, axis, root=root, sizes=(1,) * axis.size).squeeze(0)
@@ -368,9 +346,8 @@ def reduce(tensor: Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: AxisLi
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.0, 3.0]
     """
-    axis = axis_of(group, "reduce")
-    root = root_of(dst, axis, "reduce", "dst")
-    reduction = reduction_of(op, axis, "reduce")
+    call = _Call("reduce", group)
+    axis, root, reduction = call.axis, call.root(dst, "dst"), call.reduction(op)
     if reduction == "sum":
         return apply(_shared.reduce(tensor, axis, root), tensor)
     everywhere = collectives.all_reduce(tensor, axis, op=reduction, dst=R)
@@ -399,8 +376,7 @@ def all_gather(tensor: Tensor, group: AxisLike = None) -> tuple[Tensor, ...]:
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0, 1], [0, 1]]
     """
-    axis = axis_of(group, "all_gather")
-    return separate(collectives.all_gather(tensor.unsqueeze(0), axis))
+    return separate(collectives.all_gather(tensor.unsqueeze(0), _Call("all_gather", group).axis))
 
 
 def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: AxisLike = None) -> Tensor:
@@ -425,9 +401,8 @@ def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: AxisLik
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[1.0, 2.0], [1.0, 2.0]]
     """
-    axis = axis_of(group, "_all_gather_base")
-    flat = collectives.all_gather(input_tensor.reshape(-1), axis)
-    return fill(output_tensor, flat, axis, "_all_gather_base")
+    call = _Call("_all_gather_base", group)
+    return call.fill(output_tensor, collectives.all_gather(input_tensor.reshape(-1), call.axis))
 
 
 def all_to_all(
@@ -458,17 +433,14 @@ def all_to_all(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0.0, 10.0], [1.0, 11.0]]
     """
-    axis = axis_of(group, "all_to_all")
-    one_each(output_tensor_list, axis, "all_to_all")
-    one_each(input_tensor_list, axis, "all_to_all")
+    call = _Call("all_to_all", group)
+    call.one_each(output_tensor_list)
+    call.one_each(input_tensor_list)
     send = [part.numel() for part in input_tensor_list]
     receive = [part.numel() for part in output_tensor_list]
     flat = torch.cat([part.reshape(-1) for part in input_tensor_list])
-    got = collectives.all_to_all(flat, axis, split_sizes=send, concat_sizes=receive)
-    parts = got.unsafe_split_with_sizes(receive)
-    return tuple(
-        fill(output, part, axis, "all_to_all") for output, part in zip(output_tensor_list, parts, strict=True)
-    )
+    got = collectives.all_to_all(flat, call.axis, split_sizes=send, concat_sizes=receive)
+    return tuple(map(call.fill, output_tensor_list, got.unsafe_split_with_sizes(receive)))
 
 
 def all_to_all_single(
@@ -501,8 +473,9 @@ def all_to_all_single(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0.0, 10.0], [1.0, 11.0]]
     """
-    axis = axis_of(group, "all_to_all_single")
-    receive = output_split_sizes or equal(output, axis)
-    send = input_split_sizes or None
-    got = collectives.all_to_all(input, axis, split_sizes=send, concat_sizes=receive)
-    return fill(output, got, axis, "all_to_all_single")
+    call = _Call("all_to_all_single", group)
+    receive = output_split_sizes or call.equal(output)
+    got = collectives.all_to_all(
+        input, call.axis, split_sizes=input_split_sizes or None, concat_sizes=receive
+    )
+    return call.fill(output, got)

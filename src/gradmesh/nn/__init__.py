@@ -27,7 +27,8 @@ from gradmesh.nn.clipping import (
     get_total_norm,
     mark_sharded,
 )
-from gradmesh.nn.contrastive import (
+from gradmesh.nn.contrastive.cached import cached_gradients
+from gradmesh.nn.contrastive.losses import (
     BarlowTwinsLoss,
     ClipLoss,
     NTXentLoss,
@@ -35,7 +36,6 @@ from gradmesh.nn.contrastive import (
     SupConLoss,
     VicRegLoss,
     barlow_twins_loss,
-    cached_gradients,
     clip_loss,
     nt_xent_loss,
     siglip_loss,

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -209,12 +210,12 @@ def clip_grad_norm_(
         >>> [torch.allclose(each, norm) for each in norms]
         [True, True]
     """
-    op = "nn.clip_grad_norm_"
+    call = _Call.of("nn.clip_grad_norm_", axis)
     with torch.no_grad():
-        here = _ranks(axis, op)
-        held = _or_abort(op, here, lambda: _of_gradients(op, here, parameters))
+        with call.aborting():
+            held = _of_gradients(call, parameters)
         signature = f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})"
-        total = _norm(op, here, signature, held, float(norm_type), error_if_nonfinite, foreach)
+        total = _norm(call, signature, held, float(norm_type), error_if_nonfinite, foreach)
         _scaled = [SimpleNamespace(grad=each) for each in _storages(held)]
         utils.clip_grads_with_norm_(_scaled, max_norm, total, foreach)  # type: ignore[arg-type]  # anything with .grad
         return total
@@ -242,7 +243,7 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
     """
     with torch.no_grad():
         parts = []
-        for each in _listed("nn.clip_grad_value_", None, parameters):
+        for each in _listed(_Call("nn.clip_grad_value_", None), parameters):
             grad = each.grad
             if grad is not None:
                 whole = _summed(grad)
@@ -281,34 +282,55 @@ def get_total_norm(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [5.0, 5.0]
     """
-    op = "nn.get_total_norm"
+    call = _Call.of("nn.get_total_norm", axis)
     with torch.no_grad():
-        here = _ranks(axis, op)
-        if isinstance(tensors, nn.Module):
-            held = _or_abort(op, here, lambda: _of_gradients(op, here, tensors))
-        else:
-            held = _or_abort(op, here, lambda: _of_tensors(op, here, tensors))
+        with call.aborting():
+            held = (_of_gradients if isinstance(tensors, nn.Module) else _of_tensors)(call, tensors)
         signature = f"get_total_norm(norm_type={float(norm_type)})"
-        return _norm(op, here, signature, held, float(norm_type), error_if_nonfinite, foreach)
+        return _norm(call, signature, held, float(norm_type), error_if_nonfinite, foreach)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call on the ranks that hold the model; None: a single process."""
+
+    op: str
+    here: Axis | None
+
+    @classmethod
+    def of(cls, op: str, axis: AxisLike) -> _Call:
+        group = default_group() if axis is None else axis
+        return cls(op, None if group is None else resolve(group, op))
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """If this rank raises ArgumentError, the other ranks raise too."""
+        try:
+            yield
+        except ArgumentError as error:
+            if self.here is not None:
+                withdraw(self.op, self.here, None, error)
+            raise
+
+    def fail(self, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
+        axis = None if self.here is None else str(self.here)
+        raise ArgumentError(
+            message(problem, op=self.op, axis=axis, expected=expected, got=got, remedy=remedy)
+        )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's shard of one parameter's gradient.
-
-    Attributes:
-        values: the shard, reduced if it is a DTensor with a partial placement; None: no gradient.
-        stored: the tensor that contains it, which may be larger.
-        over: the ranks over which it is sharded, for each axis.
-        alone: True if it is a distinct parameter (an expert), not a shard of a tensor.
-        dtype: of the parameter.
-        device: of the parameter.
-    """
+    """This rank's shard of one parameter's gradient."""
 
     values: Tensor | None
+    """The shard, reduced if it is a DTensor with a partial placement; None: no gradient."""
     stored: Tensor | None
+    """The tensor that contains it, which may be larger."""
     over: frozenset[Group]
+    """The ranks over which it is sharded, for each axis."""
     alone: bool
+    """True if it is a distinct parameter (an expert), not a shard of a tensor."""
     dtype: torch.dtype
     device: torch.device
 
@@ -318,25 +340,7 @@ class _Part:
         return math.prod(map(len, self.over))
 
 
-def _ranks(axis: AxisLike, op: str) -> Axis | None:
-    """The ranks that hold the model; None for a single process."""
-    if axis is not None:
-        return resolve(axis, op)
-    group = default_group()
-    return None if group is None else resolve(group, op)
-
-
-def _or_abort(op: str, here: Axis | None, make: Any) -> Any:
-    """Call `make`; if it raises ArgumentError, the other ranks raise too."""
-    try:
-        return make()
-    except ArgumentError as error:
-        if here is not None:
-            withdraw(op, here, None, error)
-        raise
-
-
-def _listed(op: str, here: Axis | None, tensors: Tensors) -> list[Tensor]:
+def _listed(call: _Call, tensors: Tensors) -> list[Tensor]:
     """The tensors, without duplicates."""
     given: Iterable[Any] = (
         tensors.parameters()
@@ -348,9 +352,7 @@ def _listed(op: str, here: Axis | None, tensors: Tensors) -> list[Tensor]:
     found = dict[int, Tensor]()
     for each in given:
         if not isinstance(each, Tensor):
-            _refuse(
-                op,
-                here,
+            call.fail(
                 "an element is not a tensor",
                 "an iterable of tensors, or a module",
                 type(each).__name__,
@@ -360,9 +362,9 @@ def _listed(op: str, here: Axis | None, tensors: Tensors) -> list[Tensor]:
     return list(found.values())
 
 
-def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part]:
+def _of_gradients(call: _Call, parameters: Tensors) -> list[_Part]:
     """The gradients of parameters; parameters without one are included, as other ranks may have one."""
-    listed, known = _listed(op, here, parameters), Sharding()
+    listed, known = _listed(call, parameters), Sharding()
     flat = dict[int, list[tuple[Any, Any, slice | None]]]()
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
         if _is_fsdp(module):
@@ -371,9 +373,7 @@ def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part
     made = []
     for each in listed:
         if is_flattened(each) and id(each) not in flat:
-            _refuse(
-                op,
-                here,
+            call.fail(
                 "a parameter was flattened by FullyShardedDataParallel; its shard is not known without the module",
                 "the wrapped module",
                 "its parameters",
@@ -381,13 +381,13 @@ def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part
             )
         for group, layers, part in flat.get(id(each), [(None, known.of(each), None)]):
             made.append(_part(known, layers, each, each.grad, group, part))
-    return _checked(op, here, made)
+    return _checked(call, made)
 
 
-def _of_tensors(op: str, here: Axis | None, tensors: Tensors) -> list[_Part]:
+def _of_tensors(call: _Call, tensors: Tensors) -> list[_Part]:
     """Tensors, some of which may be gradients of sharded parameters."""
-    listed, known = _listed(op, here, tensors), Sharding()
-    return _checked(op, here, [_part(known, known.of(each), each, each) for each in listed])
+    listed, known = _listed(call, tensors), Sharding()
+    return _checked(call, [_part(known, known.of(each), each, each) for each in listed])
 
 
 def _part(
@@ -423,15 +423,13 @@ def _part(
     )
 
 
-def _checked(op: str, here: Axis | None, held: list[_Part]) -> list[_Part]:
+def _checked(call: _Call, held: list[_Part]) -> list[_Part]:
     """Raise if a parameter is sharded over ranks outside of the axis."""
-    ranks = set() if here is None else set(here.global_ranks)
+    ranks = set() if call.here is None else set(call.here.global_ranks)
     for each in held:
         outside = sorted({rank for group in each.over for rank in group} - ranks)
         if outside:
-            _refuse(
-                op,
-                here,
+            call.fail(
                 "a parameter is sharded over ranks that are not on the axis",
                 f"shards on ranks {sorted(ranks)} only",
                 f"shards on ranks {outside} too",
@@ -441,8 +439,7 @@ def _checked(op: str, here: Axis | None, held: list[_Part]) -> list[_Part]:
 
 
 def _norm(
-    op: str,
-    here: Axis | None,
+    call: _Call,
     signature: str,
     held: list[_Part],
     p: float,
@@ -450,7 +447,9 @@ def _norm(
     foreach: bool | None,
 ) -> Tensor:
     """The norm of all ranks' shards, in float64 if one is in double precision, else in float32."""
-    _or_abort(op, here, lambda: _check_exponent(op, here, held, p))
+    with call.aborting():
+        _check_exponent(call, held, p)
+    here = call.here
     single = here is None or here.size == 1
     double = any(each.dtype in (torch.float64, torch.complex128) for each in held)
     device = next((each.device for each in held), None) or _device(here)
@@ -481,7 +480,7 @@ def _norm(
             rows = all_gather(Packed(rows, signature), here)  # type: ignore[call-overload]
         total = _extreme(list(rows[:, 0]), p) if math.isinf(p) else rows[:, 0].sum() ** (1 / p)
         if here is not None and not single:
-            _compare(op, here, rows, total)
+            _compare(call.op, here, rows, total)
             double = double or (rows.is_cpu and bool(rows[:, 3].any()))
     if error_if_nonfinite:  # raises torch's error
         utils.get_total_norm([total], p or 1.0, True)
@@ -495,15 +494,11 @@ def _device(here: Axis | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _check_exponent(op: str, here: Axis | None, held: list[_Part], p: float) -> None:
+def _check_exponent(call: _Call, held: list[_Part], p: float) -> None:
     if math.isnan(p):
-        _refuse(
-            op, here, "norm_type is NaN", "a number, or math.inf", "norm_type=nan", "pass e.g. norm_type=2.0"
-        )
+        call.fail("norm_type is NaN", "a number, or math.inf", "norm_type=nan", "pass e.g. norm_type=2.0")
     if p == 0 and any(len(each.over) > 1 for each in held):
-        _refuse(
-            op,
-            here,
+        call.fail(
             "norm_type=0 is not supported for parameters that are sharded over several axes",
             "another norm_type, or parameters that are sharded over at most one axis",
             "norm_type=0, which counts the parameters with a nonzero gradient",
@@ -599,16 +594,3 @@ def _summed(x: Any) -> Tensor:
     placements = [tensor.Replicate() if each.is_partial() else each for each in x.placements]
     made: Tensor = x.redistribute(placements=placements)
     return made
-
-
-def _refuse(op: str, here: Axis | None, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
-    raise ArgumentError(
-        message(
-            problem,
-            op=op,
-            axis=None if here is None else str(here),
-            expected=expected,
-            got=got,
-            remedy=remedy,
-        )
-    )

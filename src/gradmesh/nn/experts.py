@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from gradmesh.nn.inputs import readable, upcast
+from gradmesh.nn.inputs import outside, readable, upcast
 from gradmesh.nn.tensor import Parallel
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -388,10 +388,10 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
 
 
 def _check_chosen(call: Call, chosen: Tensor, experts: int) -> None:
-    if readable(chosen) and chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= experts):
+    if readable(chosen) and (wrong := outside(chosen, experts)):
         call.fail(
             "an expert index in chosen is out of range",
             expected=f"0 <= expert < {experts}",
-            got=f"experts from {int(chosen.min())} to {int(chosen.max())}",
+            got=f"experts {wrong}",
             remedy=f"use global expert indices, e.g. scores.topk(k).indices of scores of shape (tokens, {experts})",
         )

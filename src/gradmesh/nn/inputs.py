@@ -21,6 +21,14 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not compiling() and not is_fake(x) and not transforms_active()
 
 
+def outside(numbers: Tensor, limit: int) -> str:
+    """The range of integers that are not all in 0 ... limit - 1, for an error; else empty. Reads them."""
+    if not numbers.numel():
+        return ""
+    first, last = int(numbers.min()), int(numbers.max())
+    return f"from {first} to {last}" if first < 0 or last >= limit else ""
+
+
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -18,18 +18,10 @@ def travel(
     send: Send,
     send_sums: Send,
 ) -> list[Tensor]:
-    """Send each rank's block around the ring; each transfer is started before the computation that it overlaps with.
+    """Send each rank's block around the ring, and return the sums over all ranks that belong to this rank's block.
 
-    Args:
-        ranks: the number of ranks.
-        block: this rank's tensors; not sent if there is one rank.
-        work: computes this rank's terms of the sums that belong to a block, from the number of hops and the block.
-        combine: adds this rank's term (the second argument) to the sum of the ranks before it.
-        send: sends a block.
-        send_sums: sends the sums of a block.
-
-    Returns:
-        The sums that belong to this rank's block, over all ranks.
+    `work` computes this rank's terms of the sums of a block, from the number of hops and the block; `combine` adds
+    them, its second argument, to the sums of the ranks before it. Each transfer starts before the work that overlaps.
     """
     coming: list[Callable[[], Tensor]] = []
     for hop in range(ranks):

@@ -13,6 +13,7 @@ such as a rotary embedding, use `positions`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -36,11 +37,7 @@ pieces r and 2 W - 1 - r, so that causal attention is equal work on every rank."
 
 
 def spans(order: Order, sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Each rank's positions as half-open intervals, in rising order.
-
-    Args:
-        order: "plain" or "zigzag".
-        sizes: each rank's number of positions; zigzag uses only their sum.
+    """Each rank's positions as half-open intervals, in rising order; zigzag uses only the sum of the sizes.
 
     >>> spans("plain", (3, 2))
     (((0, 3),), ((3, 5),))
@@ -76,12 +73,7 @@ def positions_of(order: Order, sizes: Sequence[int]) -> list[int]:
 
 
 def _in_a_row(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    start = 0
-    for size in sizes:
-        found.append((start, start + size))
-        start += size
-    return found
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def sizes(length: int, axis: AxisLike = None, *, order: Order = "plain") -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from gradmesh._torch import is_fake, transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, DTypeError, MismatchError, ShapeError, message
 from gradmesh.nn.clipping import Sharding, remember
-from gradmesh.nn.inputs import readable, upcast
+from gradmesh.nn.inputs import outside, readable, upcast
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
@@ -58,17 +58,12 @@ class Cut:
 
 
 class Parallel(nn.Module):
-    """A layer whose parameters are sharded over an axis.
-
-    Attributes:
-        over: the `axis` argument; a name is resolved when the layer is called.
-        cuts: the sharded parameters; the others are replicated.
-        path: the name of the layer that `tensor_parallel` replaced, for errors; else empty.
-        rows: each rank's rows of a sequence, for layers with sequence parallelism.
-    """
+    """A layer whose parameters in `cuts` are sharded over an axis; the others are replicated."""
 
     path = ""
+    """The name of the layer that `tensor_parallel` replaced, for errors."""
     rows: Any = None
+    """Each rank's rows of a sequence, for layers with sequence parallelism."""
     holds_parts = True
     """True if its parameters are shards of the dense layer's; see `Holder`."""
 
@@ -602,14 +597,11 @@ def check_replicated(ids: Tensor, axis: Axis) -> None:
         replicate(ids, axis)
 
 
-def out_of_range(ids: Tensor, total: int, ignored: int | None = None) -> bool:
-    """True if an id is not in the vocabulary; False if the values cannot be read without synchronizing."""
-    if not ids.numel() or not readable(ids):
-        return False
-    wrong = (ids < 0) | (ids >= total)
-    if ignored is not None:
-        wrong &= ids != ignored
-    return bool(wrong.any())
+def out_of_range(ids: Tensor, total: int, ignored: int | None = None) -> str:
+    """The range of ids that are not all in the vocabulary; empty if the host would have to wait for them."""
+    if not readable(ids):
+        return ""
+    return outside(ids if ignored is None else ids[ids != ignored], total)
 
 
 class VocabParallelEmbedding(Parallel):
@@ -705,8 +697,8 @@ class VocabParallelEmbedding(Parallel):
         wanted, remedy = f"ids from 0 to {self.num_embeddings - 1}", "pass global vocabulary ids as int64"
         if ids.dtype not in (torch.int64, torch.int32):
             self.refuse(ids, f"{wanted}, as int64", remedy, f"{ids.dtype}")
-        if out_of_range(ids, self.num_embeddings):
-            self.refuse(ids, wanted, remedy, f"ids from {int(ids.min())} to {int(ids.max())}")
+        if wrong := out_of_range(ids, self.num_embeddings):
+            self.refuse(ids, wanted, remedy, f"ids {wrong}")
         check_replicated(ids, here)
         local, mask = local_ids(ids, sizes, rank)
         if sizes[rank]:
@@ -793,7 +785,7 @@ def tensor_parallel(
     for name, each in module.named_modules(remove_duplicate=False):
         names.setdefault(each, []).append(name)
     try:
-        made = _layers(module, names, styles, axis, here, sequence_dim, rows, sizes or {})
+        made = _Conversion(module, names, styles, axis, here, sequence_dim, rows, sizes or {}).layers()
     except ArgumentError as error:
         withdraw("nn.tensor_parallel", here, None, error)
         raise
@@ -809,45 +801,136 @@ def tensor_parallel(
     return module
 
 
-def _layers(
-    module: nn.Module,
-    names: dict[nn.Module, list[str]],
-    styles: Mapping[str, Style],
-    axis: AxisLike,
-    here: Axis,
-    sequence_dim: int | None,
-    rows: Rows,
-    sizes: Mapping[str, Sequence[int]],
-) -> dict[nn.Module, nn.Module]:
-    """The parallel layer for each matched module."""
-    if unknown := [pattern for pattern in sizes if styles.get(pattern, "replicated") == "replicated"]:
-        _refuse(
-            here,
-            "sizes has patterns that are not in styles, or that are replicated",
-            f"patterns of styles that are not replicated: {', '.join(map(repr, styles))}",
-            ", ".join(map(repr, unknown)),
-            "use the same pattern in styles and in sizes",
-        )
-    chosen = _chosen(module, names, styles, axis, here)
-    made, tied = dict[nn.Module, nn.Module](), dict[int, tuple[nn.Parameter, object]]()
-    for each, pattern in chosen.items():
-        name = names[each][0]
-        new = made[each] = _made(each, styles[pattern], axis, sequence_dim, rows, sizes.get(pattern))
-        new.training = each.training
-        if isinstance(new, Parallel):
-            new.path = name
-            _tie(new, dict(each.named_parameters(recurse=False)), tied, here, name)
-    for each, (name, *_) in names.items():
-        kept = () if isinstance(made.get(each), Parallel) else each.named_parameters(recurse=False)
-        if any(id(parameter) in tied for _, parameter in kept):
-            _refuse(
-                here,
-                f"a parameter of {name or 'the module itself'!r} is tied to a parameter that would be sharded",
-                "a style for both layers, which shards them in the same way",
-                f"styles for {', '.join(styles)}",
-                f"add {name!r} to styles, or untie the parameters",
+@dataclass(frozen=True)
+class _Conversion:
+    """A call of `tensor_parallel`, whose `names` are those of each module."""
+
+    module: nn.Module
+    names: dict[nn.Module, list[str]]
+    styles: Mapping[str, Style]
+    axis: AxisLike
+    here: Axis
+    sequence_dim: int | None
+    rows: Rows
+    sizes: Mapping[str, Sequence[int]]
+
+    def layers(self) -> dict[nn.Module, nn.Module]:
+        """The parallel layer for each matched module."""
+        if unknown := [
+            pattern for pattern in self.sizes if self.styles.get(pattern, "replicated") == "replicated"
+        ]:
+            self._refuse(
+                "sizes has patterns that are not in styles, or that are replicated",
+                f"patterns of styles that are not replicated: {', '.join(map(repr, self.styles))}",
+                ", ".join(map(repr, unknown)),
+                "use the same pattern in styles and in sizes",
             )
-    return made
+        chosen = self._chosen()
+        made, tied = dict[nn.Module, nn.Module](), dict[int, tuple[nn.Parameter, object]]()
+        for each, pattern in chosen.items():
+            name = self.names[each][0]
+            new = made[each] = self._made(each, pattern)
+            new.training = each.training
+            if isinstance(new, Parallel):
+                new.path = name
+                self._tie(new, dict(each.named_parameters(recurse=False)), tied, name)
+        for each, (name, *_) in self.names.items():
+            kept = () if isinstance(made.get(each), Parallel) else each.named_parameters(recurse=False)
+            if any(id(parameter) in tied for _, parameter in kept):
+                self._refuse(
+                    f"a parameter of {name or 'the module itself'!r} is tied to a parameter that would be sharded",
+                    "a style for both layers, which shards them in the same way",
+                    f"styles for {', '.join(self.styles)}",
+                    f"add {name!r} to styles, or untie the parameters",
+                )
+        return made
+
+    def _chosen(self) -> dict[nn.Module, str]:
+        """The matched modules, and the pattern of each."""
+        unused, chosen = dict.fromkeys(self.styles), dict[nn.Module, str]()
+        for each, names in self.names.items():
+            fitting = (next((one for one in self.styles if fnmatchcase(name, one)), None) for name in names)
+            patterns = [pattern for pattern in fitting if pattern is not None]
+            if not patterns or isinstance(each, Parallel | Replicated):
+                continue
+            for pattern in patterns:
+                unused.pop(pattern, None)
+            name, style = names[0], self.styles[patterns[0]]
+            if any(self.styles[pattern] != style for pattern in patterns):
+                got = ", ".join(f"{pattern!r}: {self.styles[pattern]!r}" for pattern in patterns)
+                problem = f"{name!r} is a layer with two names, which have different styles"
+                self._refuse(
+                    problem, "the same style for both names", got, f"use {style!r} for both patterns"
+                )
+            ancestors = _ancestors(self.module, name)
+            if why := _unsupported(each, style, ancestors):
+                self._refuse(
+                    f"cannot convert {name or 'the module itself'!r} with style {style!r}: {why}",
+                    "a submodule of the type that the style supports: "
+                    + ", ".join(f"{kind!r} {of.__name__}" for kind, of in _DENSE.items()),
+                    f"{patterns[0]!r}: {style!r} for {type(each).__name__} {name!r}",
+                    "call tensor_parallel before adding adapters, or merge them first"
+                    if "adapter" in why
+                    else "use a pattern that matches only layers of the supported type",
+                )
+            within = [
+                outer
+                for other in names
+                for outer in _ancestors(self.module, other)
+                if outer in chosen or (isinstance(outer, Parallel | Replicated) and outer.over == self.axis)
+            ]
+            if within and style != "replicated":
+                self._refuse(
+                    f"{name!r} is inside a module that is replicated over the same ranks",
+                    "replicated and sharded layers that are not nested",
+                    f"{patterns[0]!r}: {style!r}",
+                    "use patterns that replicate its siblings one by one, instead of the enclosing module",
+                )
+            if not within:  # else the enclosing module replicates it too
+                chosen[each] = patterns[0]
+        if unused:
+            self._refuse(
+                "a pattern matches no module",
+                "names as in named_modules: "
+                + ", ".join(name for name, _ in self.module.named_modules() if name),
+                ", ".join(map(repr, unused)),
+                "correct the pattern, or remove it",
+            )
+        return chosen
+
+    def _made(self, each: Any, pattern: str) -> nn.Module:
+        style, sizes = self.styles[pattern], self.sizes.get(pattern)
+        options: dict[str, Any] = {"sequence_dim": self.sequence_dim, "rows": self.rows, "sizes": sizes}
+        if style == "replicated":
+            return Replicated(each, self.axis)
+        if style == "vocab":
+            return VocabParallelEmbedding.of(each, self.axis, **options)
+        if style == "row":
+            return RowParallelLinear.of(each, self.axis, **options)
+        if style == "column":
+            return ColumnParallelLinear.of(each, self.axis, **options)
+        return ColumnParallelLinear.of(each, self.axis, rows=self.rows, gather_output=True, sizes=sizes)
+
+    def _tie(self, made: Parallel, old: dict[str, nn.Parameter], tied: dict[int, Any], name: str) -> None:
+        """Share the sharded parameters of tied dense parameters."""
+        for key, dense in old.items():
+            cut = made.cuts.get(key)
+            known = tied.setdefault(id(dense), (getattr(made, key), cut, dense))
+            if known[1] != cut:
+                self._refuse(
+                    f"the tied parameter {name}.{key} would be sharded in two ways",
+                    f"the same in both layers, {known[1]}",
+                    str(cut),
+                    "shard both layers along the same dim (e.g. a vocab parallel table and a column parallel head), or "
+                    "untie them",
+                )
+            setattr(made, key, known[0])
+
+    def _refuse(self, problem: str, expected: str, got: str, remedy: str) -> None:
+        axis = str(self.here)
+        raise ArgumentError(
+            message(problem, op="nn.tensor_parallel", axis=axis, expected=expected, got=got, remedy=remedy)
+        )
 
 
 def _disable_fast_path(ancestor: nn.Module) -> None:
@@ -897,66 +980,6 @@ def _compare_parameters(module: nn.Module, here: Axis, signature: str) -> None:
         )
 
 
-def _chosen(
-    module: nn.Module,
-    all_names: dict[nn.Module, list[str]],
-    styles: Mapping[str, Style],
-    axis: AxisLike,
-    here: object,
-) -> dict[nn.Module, str]:
-    """The matched modules, and the pattern of each."""
-    unused, chosen = dict.fromkeys(styles), dict[nn.Module, str]()
-    for each, names in all_names.items():
-        fitting = (next((one for one in styles if fnmatchcase(name, one)), None) for name in names)
-        patterns = [pattern for pattern in fitting if pattern is not None]
-        if not patterns or isinstance(each, Parallel | Replicated):
-            continue
-        for pattern in patterns:
-            unused.pop(pattern, None)
-        name, style = names[0], styles[patterns[0]]
-        if any(styles[pattern] != style for pattern in patterns):
-            got = ", ".join(f"{pattern!r}: {styles[pattern]!r}" for pattern in patterns)
-            problem = f"{name!r} is a layer with two names, which have different styles"
-            _refuse(here, problem, "the same style for both names", got, f"use {style!r} for both patterns")
-        ancestors = _ancestors(module, name)
-        if why := _unsupported(each, style, ancestors):
-            _refuse(
-                here,
-                f"cannot convert {name or 'the module itself'!r} with style {style!r}: {why}",
-                "a submodule of the type that the style supports: "
-                + ", ".join(f"{kind!r} {of.__name__}" for kind, of in _DENSE.items()),
-                f"{patterns[0]!r}: {style!r} for {type(each).__name__} {name!r}",
-                "call tensor_parallel before adding adapters, or merge them first"
-                if "adapter" in why
-                else "use a pattern that matches only layers of the supported type",
-            )
-        within = [
-            outer
-            for other in names
-            for outer in _ancestors(module, other)
-            if outer in chosen or (isinstance(outer, Parallel | Replicated) and outer.over == axis)
-        ]
-        if within and style != "replicated":
-            _refuse(
-                here,
-                f"{name!r} is inside a module that is replicated over the same ranks",
-                "replicated and sharded layers that are not nested",
-                f"{patterns[0]!r}: {style!r}",
-                "use patterns that replicate its siblings one by one, instead of the enclosing module",
-            )
-        if not within:  # else the enclosing module replicates it too
-            chosen[each] = patterns[0]
-    if unused:
-        _refuse(
-            here,
-            "a pattern matches no module",
-            "names as in named_modules: " + ", ".join(name for name, _ in module.named_modules() if name),
-            ", ".join(map(repr, unused)),
-            "correct the pattern, or remove it",
-        )
-    return chosen
-
-
 def _ancestors(module: nn.Module, name: str) -> list[nn.Module]:
     """The modules that enclose the one of this name, outermost first."""
     steps = name.split(".") if name else []
@@ -990,50 +1013,6 @@ def _unsupported(each: nn.Module, style: str, ancestors: list[nn.Module]) -> str
 def _is_adapter(each: nn.Module) -> bool:
     """True for a layer of peft, which adds low-rank weights to the layer that it wraps."""
     return any(name == "base_layer" for name, _ in each.named_children())
-
-
-def _made(
-    each: Any,
-    style: str,
-    axis: AxisLike,
-    sequence_dim: int | None,
-    rows: Rows,
-    sizes: Sequence[int] | None,
-) -> nn.Module:
-    if style == "replicated":
-        return Replicated(each, axis)
-    if style == "vocab":
-        return VocabParallelEmbedding.of(each, axis, sequence_dim=sequence_dim, rows=rows, sizes=sizes)
-    if style == "row":
-        return RowParallelLinear.of(each, axis, sequence_dim=sequence_dim, rows=rows, sizes=sizes)
-    gathered = style != "column"
-    along = None if gathered else sequence_dim
-    return ColumnParallelLinear.of(
-        each, axis, sequence_dim=along, rows=rows, gather_output=gathered, sizes=sizes
-    )
-
-
-def _tie(made: Parallel, old: dict[str, nn.Parameter], tied: dict[int, Any], here: Any, name: str) -> None:
-    """Share the sharded parameters of tied dense parameters."""
-    for key, dense in old.items():
-        cut = made.cuts.get(key)
-        known = tied.setdefault(id(dense), (getattr(made, key), cut, dense))
-        if known[1] != cut:
-            _refuse(
-                here,
-                f"the tied parameter {name}.{key} would be sharded in two ways",
-                f"the same in both layers, {known[1]}",
-                str(cut),
-                "shard both layers along the same dim (e.g. a vocab parallel table and a column parallel head), or "
-                "untie them",
-            )
-        setattr(made, key, known[0])
-
-
-def _refuse(here: object, problem: str, expected: str, got: str, remedy: str) -> None:
-    raise ArgumentError(
-        message(problem, op="nn.tensor_parallel", axis=str(here), expected=expected, got=got, remedy=remedy)
-    )
 
 
 Reduction = Literal["mean", "sum", "none"]
@@ -1313,10 +1292,10 @@ def _sizes(call: Call, sizes: Sequence[int] | Literal["auto"], sharded: Tensor, 
 
 
 def _check_target(call: Call, target: Tensor, vocabulary: int, ignored: int) -> None:
-    if out_of_range(target, vocabulary, ignored):
+    if wrong := out_of_range(target, vocabulary, ignored):
         call.fail(
             "a target is out of range",
             expected=f"0 <= target < {vocabulary}, or ignore_index={ignored}",
-            got=f"targets from {int(target.min())} to {int(target.max())}",
+            got=f"targets {wrong}",
             remedy="pass global vocabulary ids, on every rank",
         )

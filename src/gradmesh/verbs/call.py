@@ -45,15 +45,7 @@ CountsByRank = Mapping[int, int]
 
 
 def dim_number(dim: str, name: str, names: Names | None, x: Tensor, fail: Callable[..., NoReturn]) -> int:
-    """The number of the dimension that has a name.
-
-    Args:
-        dim: its name.
-        name: the argument that it was passed for.
-        names: the names of the operand's dimensions; None: it has none.
-        x: the operand.
-        fail: raises the verb's error.
-    """
+    """The number of the dimension that has a name, which was passed as the argument `name`."""
     given = f"{name}={dim!r} for shape {tuple(x.shape)}"
     if names is None:
         fail(
@@ -113,8 +105,7 @@ def kind_of(x: object) -> str:
 def verb(*required: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The implementation of a verb, whose overloads declare the types.
 
-    Args:
-        required: keyword arguments that get a default of None at run time, so that the verb can raise its own error.
+    Required keyword arguments get a default of None at run time, so that the verb can raise its own error.
     """
 
     def declared(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,13 +192,7 @@ class Call:
                     self._precision(name, dtype)
 
     def run(self, op: Op, x: Tensor | None = None, then: Callable[[Tensor], Any] | None = None) -> Any:
-        """Run the op, or start it with async_op=True.
-
-        Args:
-            op: the op.
-            x: its operand; None: the operand of the verb.
-            then: computes the verb's return value from the op's result.
-        """
+        """Run the op, or start it with async_op=True; `then` computes the verb's return value from its result."""
         if x is None:
             x = self.x
         if self.names is not None:
@@ -521,10 +506,8 @@ class Call:
     def refuse_unordered(self, instead: str, *, of_all: bool = False) -> None:
         """Raise where the backward might not run on every rank.
 
-        Args:
-            instead: a verb to use instead.
-            of_all: every rank makes the call, so that the call checks find a rank that skips its backward. Async calls
-                are compared only with each other.
+        In a call `of_all` ranks, the call checks find a rank that skips its backward, if it is not async: async calls
+        are compared only with each other.
         """
         asked = torch.is_grad_enabled() and self.x.requires_grad and self.axis.size > 1
         if not asked or compiling() or functorch_active():
@@ -565,17 +548,7 @@ def neighbors(
     fail: Fail,
     **precision: Any,
 ) -> NeighborAllToAll:
-    """The op for the arguments of the verb.
-
-    Args:
-        x: the rows.
-        axis: the ranks.
-        dim: the tensor dimension of the rows.
-        rows: the index of the rows for each rank.
-        amounts: the number of rows from each rank.
-        fail: raises the verb's error for an invalid rank, index or count.
-        precision: the dtypes that are sent.
-    """
+    """The op for the index of the rows for each rank, and the number of rows from each rank."""
     if not isinstance(rows, Mapping) or not isinstance(amounts, Mapping):
         fail(
             "send_rows and receive_counts must be dicts with ranks as keys",

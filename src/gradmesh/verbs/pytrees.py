@@ -32,14 +32,7 @@ def per_leaf(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
 
 
 def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
-    """Apply an elementwise collective to all leaves as one flat message per dtype.
-
-    Args:
-        verb: its name.
-        x: the structure.
-        axis: the ranks.
-        run: calls the verb with a `Packed`, once for each dtype.
-    """
+    """Apply an elementwise collective to all leaves, by `run` with one flat message (`Packed`) per dtype."""
     here = resolve(axis, verb)
     found = _leaves(x, verb, here)
     for name, leaf in found:
@@ -48,14 +41,7 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
 
 
 def gathered(x: X, axis: AxisLike, dim: DimLike, run: Run) -> Any:
-    """Apply `all_gather` to all leaves as one flat message per dtype, where all ranks have the same sizes.
-
-    Args:
-        x: the structure.
-        axis: the ranks.
-        dim: the dimension of each tensor to concatenate along.
-        run: calls it along dim 0 with a `Packed`, once for each dtype.
-    """
+    """Apply `all_gather` along `dim` to all leaves; `run` gathers one flat message (`Packed`) per dtype along dim 0."""
     here = resolve(axis, "all_gather")
     given = _leaves(x, "all_gather", here)
     found = [(name, leaf.reshape(1) if leaf.dim() == 0 else leaf) for name, leaf in given]

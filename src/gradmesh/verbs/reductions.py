@@ -6,7 +6,7 @@ Each is composed of linear ops and torch functions, which provide every order of
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -31,17 +31,8 @@ from gradmesh.types import R, Type
 from gradmesh.verbs.call import Call
 
 
-def _max(call: Call, dst: Type) -> Any:
-    """The largest value; ranks that tie share the gradient equally."""
-    return _extremum(call, dst, largest=True)
-
-
-def _min(call: Call, dst: Type) -> Any:
-    """The smallest value; ranks that tie share the gradient equally."""
-    return _extremum(call, dst, largest=False)
-
-
 def _extremum(call: Call, dst: Type, *, largest: bool) -> Any:
+    """The largest or the smallest value; ranks that tie share the gradient equally."""
     x = call.x
     if x.is_complex():
         _refuse(
@@ -131,8 +122,8 @@ def _refuse(call: Call, problem: str, expected: str, remedy: str) -> None:
 
 
 RULES: dict[str, Callable[[Call, Type], Any]] = {
-    "max": _max,
-    "min": _min,
+    "max": partial(_extremum, largest=True),
+    "min": partial(_extremum, largest=False),
     "prod": _prod,
     "logsumexp": _logsumexp,
 }

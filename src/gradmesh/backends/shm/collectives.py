@@ -33,7 +33,7 @@ from gradmesh._torch import is_fake
 from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh.backends.process_group import FLAGS, REDUCTIONS, CallCheck, OwnGroup, averaged, refusal
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep, Shown, Steps
-from gradmesh.backends.shm.p2p import DTYPES
+from gradmesh.backends.shm.p2p import DTYPE_NUMBER
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 
 _SHARED_WORK = 1 << 16
@@ -46,8 +46,9 @@ def _windows(total: int, width: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + width, total)
 
 
-def _width(call: Call, dtype: torch.dtype, parts: int = 1) -> int:
-    return call.lockstep.segment.chunk // (dtype.itemsize * parts)
+def _width(lockstep: Lockstep, dtype: torch.dtype, parts: int = 1) -> int:
+    """The elements of a window."""
+    return lockstep.segment.chunk // (dtype.itemsize * parts)
 
 
 def _cut(flat: Tensor, start: int, end: int) -> Tensor:
@@ -67,15 +68,10 @@ def fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
         averaged(out, len(rows))
 
 
-def barrier(call: Call) -> Steps:
-    """Wait until all ranks have made this call."""
-    yield from call.meet()
-
-
 def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
     """Write the local tensor; read all of them into the rows of `out`."""
     lockstep = call.lockstep
-    for start, end in _windows(given.numel(), _width(call, given.dtype)):
+    for start, end in _windows(given.numel(), _width(call.lockstep, given.dtype)):
         slots = call.slots(given.dtype, end - start)
         if not call.opened:
             slots.rows[lockstep.rank].copy_(_cut(given, start, end))
@@ -86,7 +82,7 @@ def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
 def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Steps:
     """The same for separate outputs, whose sizes may differ between ranks."""
     lockstep = call.lockstep
-    for start, end in _windows(max(out.numel() for out in taken), _width(call, given.dtype)):
+    for start, end in _windows(max(out.numel() for out in taken), _width(call.lockstep, given.dtype)):
         slots = call.slots(given.dtype, end - start)
         mine = given[start:end]
         slots.rows[lockstep.rank][: mine.numel()].copy_(mine)
@@ -99,7 +95,7 @@ def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Step
 def broadcast(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
     """The root writes `given`; all others read it. `out` and `given` may be the same tensor."""
     rank = call.lockstep.rank
-    for start, end in _windows(out.numel(), _width(call, out.dtype)):
+    for start, end in _windows(out.numel(), _width(call.lockstep, out.dtype)):
         slots = call.slots(out.dtype, end - start)
         if rank == root and not call.opened:
             slots.rows[root].copy_(_cut(given, start, end))
@@ -113,7 +109,7 @@ def broadcast(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
 def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
     """All write; the root reads and reduces into `out`, which may be `given`."""
     lockstep = call.lockstep
-    for start, end in _windows(given.numel(), _width(call, given.dtype)):
+    for start, end in _windows(given.numel(), _width(call.lockstep, given.dtype)):
         slots = call.slots(given.dtype, end - start)
         if not call.opened:
             slots.rows[lockstep.rank].copy_(_cut(given, start, end))
@@ -135,7 +131,7 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
     lockstep = call.lockstep
     size, rank = lockstep.size, lockstep.rank
     shared = shares_work(size, given)
-    for start, end in _windows(given.numel(), _width(call, given.dtype)):
+    for start, end in _windows(given.numel(), _width(call.lockstep, given.dtype)):
         slots = call.slots(given.dtype, end - start)
         if not call.opened:
             slots.rows[rank].copy_(_cut(given, start, end))
@@ -193,7 +189,7 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
     if rank > 1 and out.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
         own = own.clone()  # it is read after `out` has been written
     others = max(1, size - 1)
-    for start, end in _windows(out.numel(), _width(call, out.dtype, others)):
+    for start, end in _windows(out.numel(), _width(call.lockstep, out.dtype, others)):
         pieces = call.slots(out.dtype, others * (end - start)).pieces(others)
         if size > 1 and not call.opened:
             write_pieces(pieces[rank], given, rank, start, end)
@@ -214,7 +210,7 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
     size, rank = call.lockstep.size, call.lockstep.rank
     stream = [given[(rank + step) % size] for step in range(1, size)]
     dtype = given[rank].dtype
-    width = _width(call, dtype)
+    width = _width(call.lockstep, dtype)
     call.counts([piece.numel() for piece in (*given, *taken)])
     start, windows, offsets = 0, 1, [0] * size
     while windows:
@@ -254,7 +250,7 @@ def exchange_windows(gives: Sequence[Sequence[int]], width: int) -> int:
 def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
     """Each rank provides one tensor, which may be empty, and receives that of one rank or none."""
     size, rank = call.lockstep.size, call.lockstep.rank
-    width = _width(call, given.dtype)
+    width = _width(call.lockstep, given.dtype)
     call.counts([given.numel(), size if source is None else source, out.numel()])
     start, windows = 0, 1
     while windows:
@@ -312,22 +308,16 @@ class Primitive(NamedTuple):
     """One kind of call: its implementation for a single window, and in general.
 
     The functions take the epochs of the group, the output, the input, and the call's additional argument: its root,
-    counts or source.
-
-    Attributes:
-        name: the kind, as in torch.distributed's calls.
-        shown: its description in errors; `{}` is replaced by the additional argument.
-        elements: the elements of a chunk that it needs on this rank; -1 if it needs several windows.
-        write: writes this rank's chunk.
-        read: reads the chunks into the output; False if the counts do not match or need several windows.
-        steps: the complete call, as a generator.
+    counts or source, which replaces `{}` in `shown`.
     """
 
     name: str
     shown: str
     elements: Callable[[Lockstep, Tensor, Tensor, Any], int]
+    """The elements of a chunk that it needs on this rank; -1 if it needs several windows."""
     write: Callable[[Lockstep, Tensor, Tensor, Any], None]
     read: Callable[[Lockstep, Tensor, Tensor, Any], bool]
+    """False if the counts do not match or need several windows."""
     steps: Callable[[Call, Tensor, Tensor, Any], Steps]
 
 
@@ -492,14 +482,10 @@ EXCHANGE_EVEN = Primitive(
 Counts = tuple[Sequence[int], Sequence[int]]
 
 
-def _window(lockstep: Lockstep, dtype: torch.dtype) -> int:
-    return lockstep.segment.chunk // dtype.itemsize
-
-
 def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> int:  # noqa: ARG001
     # Another rank may send more: whether one window is enough is decided when all counts are known.
     mine = given.numel() - counts[0][lockstep.rank]
-    width = _window(lockstep, given.dtype)
+    width = _width(lockstep, given.dtype)
     return width if mine <= width else -1
 
 
@@ -507,7 +493,7 @@ def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts
     send, receive = counts
     rank = lockstep.rank
     lockstep.publish_counts(lockstep.epoch + 1, [*send, *receive])
-    row = lockstep.chunks(given.dtype, _window(lockstep, given.dtype)).rows[rank]
+    row = lockstep.chunks(given.dtype, _width(lockstep, given.dtype)).rows[rank]
     # The stream starts with the next rank's piece: first the elements after the local piece, then those before it.
     begin = sum(send[:rank])
     behind = given[begin + send[rank] :]
@@ -521,7 +507,7 @@ def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts
 def _read_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> bool:
     send, receive = counts
     rank = lockstep.rank
-    width = _window(lockstep, given.dtype)
+    width = _width(lockstep, given.dtype)
     gives, fit = exchanged(lockstep)
     if not fit or exchange_windows(gives, width) > 1:
         return False
@@ -554,7 +540,7 @@ def _write_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int
 
 def _read_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int | None) -> bool:
     most = relayed(lockstep)
-    if most is None or most > _window(lockstep, given.dtype):
+    if most is None or most > _width(lockstep, given.dtype):
         return False
     if source is not None:
         out.copy_(lockstep.chunks(out.dtype, out.numel()).rows[source])
@@ -587,40 +573,22 @@ _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
 
 
 def call_hash(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
-    """The hash of a call.
-
-    Args:
-        kind: its name.
-        call_check: its call check, if any.
-        facts: numbers that must be the same on every rank. (Hashes of ints are the same in every process.)
-    """
+    """The hash of a call, and of numbers that are equal on every rank; hashes of ints do not depend on the process."""
     bits = hash((_KIND_NUMBER[kind], *facts))
     if call_check is None:
         return bits & _COMPARED
     return hash((call_check.digest, bits)) & _COMPARED | call_check.flags
 
 
-DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
-
-
 class Results:
-    """The results of a call as flat tensors, and the copies to make at its end.
-
-    Args:
-        shown: returns the group's description, for errors.
-    """
+    """The results of a call as flat tensors, and the copies to make at its end; `shown` describes the group."""
 
     def __init__(self, shown: Callable[[], str]) -> None:
         self._shown = shown
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def flat(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
-        """A result as a flat tensor, with its current values if `keep`.
-
-        Raises:
-            ArgumentError: it is not a dense CPU tensor with values.
-            ShapeError: several of its elements share memory.
-        """
+        """A result as a flat tensor, with its current values if `keep`; raises unless it is dense and on the CPU."""
         _on_cpu(tensor, self._shown)
         # Detached, because autograd may not allow writing to a view.
         plain = tensor.detach()
@@ -698,11 +666,7 @@ _reducible: set[tuple[torch.dtype, str]] = set()
 
 
 def reducible(flat: Tensor, op: str) -> None:
-    """Check that torch supports the reduction for this dtype, before anything is sent.
-
-    Raises:
-        DTypeError: torch does not support it.
-    """
+    """Raise DTypeError, before anything is sent, if torch does not support the reduction for this dtype."""
     if (flat.dtype, op) in _reducible:
         return
     try:
@@ -803,7 +767,7 @@ class DirectCalls(OwnGroup):
             return
         refuse = call_check.refusal if call_check is not None else refusal(self._name)
         call = Call(self.engine.lockstep, secrets.randbits(64), CallCheck(0, lambda: said, refuse))
-        work = CallWork(self.engine, barrier(call), [], False, Shown(said, []))
+        work = CallWork(self.engine, call.meet(), [], False, Shown(said, []))
         with contextlib.suppress(Exception):  # the caller raises its own error
             self.engine.post(work)
             work.wait()

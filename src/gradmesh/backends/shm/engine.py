@@ -205,14 +205,6 @@ def in_background(engine: Engine) -> None:
     _helper.need(None if word is None else word[0])
 
 
-def reset_after_fork() -> None:
-    """Reset inherited state after fork."""
-    global _lock, _helper
-    _lock, _helper = threading.Lock(), _Helper()
-    _unfinished.clear()
-    _waited_for.clear()
-
-
 Steps = Iterator[None]
 """A pending call: yields to wait until all ranks have published."""
 
@@ -304,14 +296,7 @@ class Lockstep:
 
 
 class Call:
-    """One call of this rank.
-
-    Args:
-        lockstep: the epochs of the group.
-        call_hash: the call's hash, which the ranks compare.
-        call_check: provides the error if the hashes differ.
-        opened: whether its first epoch is already written and published.
-    """
+    """One call of this rank, by its hash; `opened`: its first epoch is already written and published."""
 
     def __init__(
         self, lockstep: Lockstep, call_hash: int, call_check: CallCheck, *, opened: bool = False
@@ -353,11 +338,7 @@ class Call:
             yield from self.refuse()
 
     def refuse(self) -> Steps:
-        """Exchange descriptions of the call, and raise the error with those of all ranks.
-
-        Raises:
-            RefusedError: always.
-        """
+        """Exchange descriptions of the call, and raise RefusedError with those of all ranks."""
         lockstep = self.lockstep
         # Different calls may have used different numbers of chunks before.
         lockstep.uses = lockstep.epoch
@@ -395,20 +376,14 @@ class Shown:
 
 
 class AsyncWork(OwnWork):
-    """The base class of calls and messages; the engine completes them.
-
-    Attributes:
-        over: whether the call has completed or failed; set last.
-        error: its error.
-        promise: completes the requested future; `asked` is the time of the request.
-    """
+    """The base class of calls and messages; the engine completes them."""
 
     def __init__(self, engine: Engine, result: object, shown: Shown) -> None:
         super().__init__(result)
         self.engine, self.shown = engine, shown
-        self.over = False
+        self.over = False  # has completed or failed; set last
         self.error: BaseException | None = None
-        self.promise: Promise | None = None
+        self.promise: Promise | None = None  # of the future that was requested at the time `asked`
         self.asked = 0.0
 
     def end(self, error: BaseException | None = None) -> None:
@@ -523,61 +498,6 @@ def spins(ranks: int) -> int:
     return _SPINS if _most_ranks <= len(os.sched_getaffinity(0)) else _SPINS_OVERSUBSCRIBED
 
 
-def until(
-    ready: Callable[[], bool],
-    word: Callable[[], tuple[int, int] | None],
-    needs: Callable[[], Sequence[int]],
-    engine: Engine,
-    seconds: float,
-    call: Callable[[], str],
-    *,
-    in_call: bool,
-) -> None:
-    """Wait until `ready`.
-
-    Args:
-        ready: returns whether the awaited event has happened.
-        word: returns the address of a word that changes before it, and its current value; None if there is none.
-        needs: returns the ranks that it depends on.
-        engine: the waiting engine.
-        seconds: the timeout.
-        call: returns the description of the call, for the error.
-        in_call: whether it is a collective of the group, else a message.
-
-    Raises:
-        AbortedError: a rank that it depends on is gone.
-        DeadlockError: the wait timed out.
-    """
-    for _ in range(engine.spins):
-        if ready():
-            return
-        os.sched_yield()
-    segment = engine.segment
-    start = looked = time.monotonic()
-    while True:
-        others = bool(unfinished()) and progress(engine, in_call)
-        sleep = word()
-        if ready():
-            return
-        if sleep is None or others:
-            time.sleep(_SLICE) if sleep is None else shared_memory.wait(*sleep, _SLICE)
-        else:
-            shared_memory.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
-        if ready():
-            return
-        now = time.monotonic()
-        if now - looked >= LOOK or segment.has_failures(needs()):
-            looked = now
-            gone_error = segment.missing(needs(), call)
-            # The rank may have published and left between the two checks.
-            if gone_error is not None and not ready():
-                raise gone_error
-        if now - start > seconds and not ready():
-            error = late(segment, needs() or segment.peers.others, seconds, call())
-            segment.publish_state(BROKE)
-            raise error
-
-
 def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> DeadlockError:
     """The error of a call that timed out."""
     peers = segment.peers
@@ -586,7 +506,7 @@ def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> D
     return DeadlockError(
         message(
             timed_out_text([peers.names[rank] for rank in needs], seconds),
-            axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+            axis=peers.shown,
             expected=f"the same call on rank {names}",
             got=call,
             remedy=f"check what that rank does instead: {SAME_CALLS}; or set a longer timeout for the group",
@@ -597,21 +517,9 @@ def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> D
 _DRAIN = 5.0
 """Seconds that a rank which leaves the group waits for its pending calls."""
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
 
 class Engine:
-    """The pending calls and messages of one rank in one group.
-
-    Args:
-        segment: the memory of the group.
-        name: the group's name, for errors.
-        timeout: seconds that a call may wait.
-
-    Attributes:
-        queue: the pending calls, in order.
-        closed: creates the error for calls on a closed group; None while it is open.
-    """
+    """The pending calls and messages of one rank in one group; a call may wait for `timeout` seconds."""
 
     def __init__(self, segment: Segment, name: str, timeout: float) -> None:
         self.segment = segment
@@ -621,36 +529,27 @@ class Engine:
         self.p2p_channel = P2PChannel(segment)
         self.lock = threading.RLock()
         self.queue: deque[CallWork] = deque()
-        self.closed: Callable[[], GradmeshError] | None = None
+        self.closed: Callable[[], GradmeshError] | None = (
+            None  # creates the error for calls on a closed group
+        )
         self._messages: set[MessageWork] = set()
         self._promises: list[AsyncWork] = []
         self._looked = 0.0
-        _engines.add(self)
-        run.members.add(self)
+        run.engines.add(self)
 
     def shown(self) -> str:
         """The group and the rank, for errors."""
         return f"group '{self.name}', rank {self.segment.rank} of {self.segment.size}"
 
     def check(self) -> None:
-        """Raise if the group is closed.
-
-        Raises:
-            GradmeshError: the group is closed.
-        """
+        """Raise if the group is closed."""
         if self.closed is not None:
             raise self.closed()
 
     # -- starting
 
     def post(self, work: CallWork, *, opened: bool = False, background: bool = False) -> None:
-        """Start a call and advance it as far as possible.
-
-        Args:
-            work: the call.
-            opened: whether its first epoch is already published.
-            background: whether the progress thread should advance it, because the caller may not wait soon.
-        """
+        """Start a call and advance it as far as possible; in the background too if the caller may not wait soon."""
         with self.lock:
             self.check()
             self.queue.append(work)
@@ -662,19 +561,14 @@ class Engine:
                 if background:
                     in_background(self)
 
-    def send(self, work: MessageWork, send: Send) -> None:
-        """Start to send."""
-        self._message(work, partial(self.p2p_channel.send, send))
-
-    def receive(self, work: MessageWork, receive: Receive) -> None:
-        """Start to receive."""
-        self._message(work, partial(self.p2p_channel.receive, receive))
-
-    def _message(self, work: MessageWork, begin: Callable[[], None]) -> None:
+    def post_message(self, work: MessageWork) -> None:
+        """Start to send or receive."""
+        under_way = work.under_way
+        begin = self.p2p_channel.send if isinstance(under_way, Send) else self.p2p_channel.receive
         with self.lock:
             self.check()
-            work.under_way.ended = work.settle
-            _torch.in_plain_mode(begin)
+            under_way.ended = work.settle
+            _torch.in_plain_mode(partial(begin, under_way))  # type: ignore[arg-type]  # one of the two
             if not work.over:
                 self._messages.add(work)
                 busy(self)
@@ -732,9 +626,7 @@ class Engine:
     def poll(self, in_call: bool = False, in_message: bool = False) -> bool:
         """Advance calls and messages; returns whether something is pending besides what the caller waits for.
 
-        Args:
-            in_call: the caller waits for the first call of this group, and advances it itself.
-            in_message: the caller waits for a message of this group.
+        It may wait for the first call of this group, which it advances itself (`in_call`), or for a message.
         """
         if not self.lock.acquire(blocking=False):
             return False  # another thread advances them
@@ -766,10 +658,8 @@ class Engine:
         """The address and value of the word whose change allows progress; None if there are several."""
         if self.p2p_channel.busy:
             return self.p2p_channel.only_word() if not self.queue else None
-        return self.lockstep.late_word() or (
-            self.segment.word(0),
-            -1,
-        )  # differs from the actual value, so that futex.wait returns immediately
+        # -1 differs from the actual value, so that `wait` returns immediately.
+        return self.lockstep.late_word() or (self.segment.word(0), -1)
 
     # -- waiting
 
@@ -825,8 +715,40 @@ class Engine:
         call: Callable[[], str],
         in_call: bool,
     ) -> None:
+        """Wait until `ready`, for a collective or a message; any error aborts the group.
+
+        Before, the `word` at an address changes from its current value, if there is one; `needs` are the ranks that it
+        depends on, and `call` describes it.
+        """
         try:
-            until(ready, word, needs, self, seconds, call, in_call=in_call)
+            for _ in range(self.spins):
+                if ready():
+                    return
+                sched_yield()
+            segment = self.segment
+            start = looked = time.monotonic()
+            while True:
+                others = bool(unfinished()) and progress(self, in_call)
+                sleep = word()
+                if ready():
+                    return
+                if sleep is None or others:
+                    time.sleep(_SLICE) if sleep is None else shared_memory.wait(*sleep, _SLICE)
+                else:
+                    shared_memory.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
+                if ready():
+                    return
+                now = time.monotonic()
+                if now - looked >= LOOK or segment.has_failures(needs()):
+                    looked = now
+                    gone_error = segment.missing(needs(), call)
+                    # The rank may have published and left between the two checks.
+                    if gone_error is not None and not ready():
+                        raise gone_error
+                if now - start > seconds and not ready():
+                    timeout = late(segment, needs() or segment.peers.others, seconds, call())
+                    segment.publish_state(BROKE)
+                    raise timeout
         except BaseException as error:
             self.abort_group(error)
             raise
@@ -939,8 +861,11 @@ class Engine:
 
 
 def _reset_after_fork() -> None:
-    reset_after_fork()
-    for engine in list(_engines):
+    global _lock, _helper
+    _lock, _helper = threading.Lock(), _Helper()
+    _unfinished.clear()
+    _waited_for.clear()
+    for engine in list(run.engines):
         engine.reset_after_fork()
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh._util.call_sites import show_tensors
-from gradmesh.backends.process_group import CallCheck, CoalescedWorks, OwnWork, Tensors, reduction, refusal
+from gradmesh.backends.process_group import CallCheck, OwnWork, Tensors, reduction, refusal
 from gradmesh.backends.shm import collectives
 from gradmesh.backends.shm.collectives import (
-    DTYPE_NUMBER,
     REDUCTION_NUMBER,
     DirectCalls,
     Results,
@@ -29,7 +28,7 @@ from gradmesh.backends.shm.collectives import (
     reducible,
 )
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork, Shown, Steps
-from gradmesh.backends.shm.p2p import Receive, Send
+from gradmesh.backends.shm.p2p import DTYPE_NUMBER, Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import ShapeError, message
 
@@ -37,13 +36,7 @@ __all__ = ["ShmGroup"]
 
 
 class ShmGroup(DirectCalls):
-    """A process group whose ranks are processes of one host.
-
-    Args:
-        segment: the shared memory.
-        timeout: how long a call may wait for the other ranks.
-        name: the initial name of the group.
-    """
+    """A process group whose ranks are processes of one host."""
 
     backend = "shm"
 
@@ -51,7 +44,6 @@ class ShmGroup(DirectCalls):
         super().__init__(name, segment.rank, segment.size, timeout)
         self.segment = segment
         self.engine = Engine(segment, name, self.timeout)
-        self._coalesced: list[OwnWork] | None = None
 
     @override
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -63,7 +55,6 @@ class ShmGroup(DirectCalls):
         super().setGroupName(name)
         self.engine.name = name
 
-    @override
     def _get_sequence_number_for_group(self) -> int:
         return self.engine.lockstep.epoch
 
@@ -267,7 +258,7 @@ class ShmGroup(DirectCalls):
     @override
     def barrier(self, opts: Any = None) -> OwnWork:
         shown = Shown("barrier", [])
-        return self._begin(shown, collectives.barrier(self._call("barrier", shown)), [], [], opts)
+        return self._begin(shown, self._call("barrier", shown).meet(), [], [], opts)
 
     # -- point to point
 
@@ -275,40 +266,19 @@ class ShmGroup(DirectCalls):
     def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
         send = Send(self._flat(tensors[0]), to, tag)
         work = MessageWork(self.engine, send, tensors, Shown(f"send(to rank {to}, tag {tag})", tensors))
-        self.engine.send(work, send)
+        self.engine.post_message(work)
         return self._collected(work)
 
     @override
-    def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
-        return self._receive(tensors, source, tag, f"recv(from rank {source}, tag {tag})")
-
-    @override
-    def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
-        return self._receive(tensors, None, tag, f"recv(from any rank, tag {tag})")
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> OwnWork:
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
+        sender = "any rank" if source is None else f"rank {source}"
+        shown = Shown(f"recv(from {sender}, tag {tag})", tensors)
         results = Results(self._shown)
         flat = results.flat(tensors[0])
         receive = Receive(flat, source, tag, partial(in_mode_of, tensors, results.copy))
-        work = MessageWork(self.engine, receive, tensors, Shown(call, tensors))
-        self.engine.receive(work, receive)
+        work = MessageWork(self.engine, receive, tensors, shown)
+        self.engine.post_message(work)
         return self._collected(work)
-
-    # -- coalescing
-
-    @override
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    @override
-    def _end_coalescing(self, device: torch.device) -> OwnWork:
-        works, self._coalesced = self._coalesced or [], None
-        return CoalescedWorks(works)
-
-    def _collected(self, work: OwnWork) -> OwnWork:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
 
     # -- checking tensors
 

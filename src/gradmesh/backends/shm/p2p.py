@@ -19,11 +19,11 @@ from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import MismatchError
 
-__all__ = ["DTYPES", "P2PChannel", "Receive", "Send", "misfit"]
+__all__ = ["DTYPE_NUMBER", "P2PChannel", "Receive", "Send", "misfit"]
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 """Every dtype of torch; the index is its number in shared memory, the same in every process."""
-_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _HEADER = struct.Struct("<qqqq")  # tag, number of the dtype, elements, bytes
 
 
@@ -32,7 +32,7 @@ class Send:
 
     def __init__(self, tensor: Tensor, target: int, tag: int) -> None:
         self.bytes = _bytes(tensor)
-        self.header = _HEADER.pack(tag, _NUMBER[tensor.dtype], tensor.numel(), self.bytes.numel())
+        self.header = _HEADER.pack(tag, DTYPE_NUMBER[tensor.dtype], tensor.numel(), self.bytes.numel())
         self.target = target
         self.position = -_HEADER.size
         self.done = False
@@ -71,7 +71,7 @@ class _Incoming:
         self.bytes: Tensor | None = None
 
     def fits(self, tensor: Tensor) -> bool:
-        return (_NUMBER[tensor.dtype], tensor.numel()) == (self.number, self.elements)
+        return (DTYPE_NUMBER[tensor.dtype], tensor.numel()) == (self.number, self.elements)
 
     def __str__(self) -> str:
         return f"{_show(DTYPES[self.number])}, {self.elements} elements, tag {self.tag}"
@@ -82,7 +82,7 @@ class P2PChannel:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._rank, self._size, self._ring = segment.rank, segment.size, segment.ring_bytes
+        self._rank, self._size, self._ring = segment.rank, segment.size, segment.chunk
         self._piece = self._ring // 4
         self._written = [0] * self._size
         self._read = [0] * self._size

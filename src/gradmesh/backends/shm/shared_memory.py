@@ -52,7 +52,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -86,10 +86,6 @@ def _word_count(size: int) -> int:
 def segment_bytes(size: int, chunk: int) -> int:
     """The size of a group's segment: two chunks for each rank, and a ring of the same size for each pair of ranks.
 
-    Args:
-        size: the number of ranks.
-        chunk: the bytes of a chunk.
-
     >>> segment_bytes(2, 1 << 20) // (1 << 20)
     8
     """
@@ -120,29 +116,10 @@ class Buffers:
     """The shared memory of a group.
 
     Each word is written by one rank only. Words are 8 bytes and aligned, so that loads and stores are atomic.
-
-    Args:
-        memory: the mapped memory.
-        rank: this rank.
-        size: the number of ranks.
-        chunk: the bytes of a chunk.
-
-    Attributes:
-        published: for each rank, the number of epochs that it has published.
-        states: for each rank, whether it is open, has left, or has aborted.
-        returned: for each rank, the number of the launcher's run from which its function has returned.
-        blamed: for each rank that aborted, 1 + the rank that caused it, or 0.
-        hashes: two buffers with one word per rank: the hash of its call.
-        counts: two buffers with two rows per rank: the counts that it sends to and receives from each rank.
-        written: for each pair (source, target), the bytes written to its ring.
-        read: for each pair, the bytes read from it.
-        rings: for each pair, its ring as a tensor of bytes.
-        raw_rings: the same as memoryviews.
     """
 
     def __init__(self, memory: Any, rank: int, size: int, chunk: int) -> None:
         self.rank, self.size, self.chunk = rank, size, chunk
-        ring = chunk
         raw = memoryview(memory).cast("B")
         words = raw[TOKEN : TOKEN + _WORD * _word_count(size)].cast("Q")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + TOKEN
@@ -153,13 +130,16 @@ class Buffers:
             at += count
             return words[at - count : at]
 
-        self.published = take(size)
+        # One word for each rank.
+        self.published = take(size)  # the number of epochs that it has published
         self.mapped = take(size)
-        self.states = take(size)
-        self.returned = take(size)
-        self.blamed = take(size)
+        self.states = take(size)  # OPEN, LEFT, BROKE or FAILED
+        self.returned = take(size)  # the number of the launcher's run from which its function has returned
+        self.blamed = take(size)  # if it aborted, 1 + the rank that caused it, or 0
+        # Two buffers: of call hashes, and of the counts that a rank sends to and receives from each rank.
         self.hashes = [take(size) for _ in range(2)]
         self.counts = [take(2 * size * size) for _ in range(2)]
+        # For each pair (source, target), the bytes written to its ring, and read from it.
         self._written_at = self._base + _WORD * at
         self.written = take(size * size)
         self._read_at = self._base + _WORD * at
@@ -167,13 +147,12 @@ class Buffers:
         with torch.device("cpu"), torch.inference_mode(False):
             data = torch.frombuffer(memory, dtype=torch.uint8)
         first_slot = len(data) - 2 * size * chunk
-        first_ring = first_slot - size * size * ring
-        self.ring_bytes = ring
+        first_ring = first_slot - size * size * chunk
         with torch.inference_mode(False):
-            self.rings = list(data[first_ring:first_slot].view(size * size, ring).unbind(0))
+            self.rings = list(data[first_ring:first_slot].view(size * size, chunk).unbind(0))
             self._slots = data[first_slot:]
         self.raw_rings = [
-            raw[first_ring + pair * ring : first_ring + (pair + 1) * ring] for pair in range(size * size)
+            raw[first_ring + pair * chunk : first_ring + (pair + 1) * chunk] for pair in range(size * size)
         ]
         self._raw_slots = raw[first_slot:]
         self._views: dict[tuple[torch.dtype, int], tuple[Slots, Slots]] = {}
@@ -246,12 +225,7 @@ def create(size: int, token: bytes) -> int:
 
 
 def opened(pid: int, number: int, size: int, token: bytes) -> int:
-    """Open the file behind another process's descriptor; returns a descriptor of this process.
-
-    Raises:
-        NotSharedError: it is not the memory of a group; it was not opened for writing.
-        OSError: the file does not exist, or cannot be opened.
-    """
+    """Open the file behind another process's descriptor; NotSharedError, before that, if it is no group's memory."""
     handle = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         _look(handle, size)
@@ -315,20 +289,11 @@ _libc: Any = _c_library() if sys.platform == "linux" else None
 
 
 class Peers:
-    """The ranks of a group.
-
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        names: their global ranks.
-        group: the group's name, for errors.
-
-    Attributes:
-        pids: the ranks' process ids, after the bootstrap.
-    """
+    """The ranks of a group; `names` are their global ranks, and `pids` their process ids after the bootstrap."""
 
     def __init__(self, rank: int, size: int, names: Sequence[int], group: str) -> None:
         self.rank, self.size, self.names, self.group = rank, size, names, group
+        self.shown = f"group '{group}', rank {rank} of {size}"
         self.others = [other for other in range(size) if other != rank]
         self.pids = [os.getpid()] * size
         self._pidfds: dict[int, int] = {}
@@ -336,11 +301,7 @@ class Peers:
         self._lock = threading.Lock()
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Watch these processes.
-
-        Raises:
-            AbortedError: one of them has exited.
-        """
+        """Watch these processes; AbortedError if one of them has exited."""
         self.pids = list(pids)
         for rank, pid in enumerate(self.pids):
             if rank == self.rank:
@@ -362,7 +323,7 @@ class Peers:
         return AbortedError(
             message(
                 f"rank {self.name(rank)} does not respond: {why}",
-                axis=f"group '{self.group}', rank {self.rank} of {self.size}",
+                axis=self.shown,
                 got=call,
                 remedy=f"check the error or exit code of that rank; if there is none, {RETURNED_REMEDY}",
             ),
@@ -374,7 +335,7 @@ class Peers:
         return DeadlockError(
             message(
                 f"rank {self.name(rank)} has returned, and the others wait for it",
-                axis=f"group '{self.group}', rank {self.rank} of {self.size}",
+                axis=self.shown,
                 expected="the same call on that rank before its function returns",
                 got=call,
                 remedy=RETURNED_REMEDY,
@@ -401,22 +362,11 @@ class Peers:
 
 @dataclass(frozen=True)
 class Bootstrapped:
-    """The result of the bootstrap.
-
-    Attributes:
-        memory: the shared memory.
-        chunk: the bytes of a chunk.
-        failed: returns the error of a rank that could not map the memory; "" if it reported none.
-    """
+    """The result of the bootstrap; `failed` returns the error of a rank that could not map the memory, or ""."""
 
     memory: Any
     chunk: int
     failed: Callable[[int], str]
-
-
-def own_memory(chunk: int) -> Any:
-    """Memory for a group of one rank."""
-    return mmap.mmap(-1, segment_bytes(1, chunk))
 
 
 @contextlib.contextmanager
@@ -424,17 +374,6 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Bootstrapped]:
     """Rendezvous with the other ranks, and start to watch them.
 
     The first rank must stay inside until all ranks have mapped the memory.
-
-    Args:
-        store: the store of the group.
-        peers: the group.
-        timeout: seconds to wait for a rank.
-
-    Raises:
-        DeadlockError: a rank did not arrive in time.
-        AbortedError: a rank failed to create the group, has exited, or its entry in the store failed verification.
-        ArgumentError: the ranks are on different hosts.
-        NotInitializedError: not enough shared memory for the group.
     """
     # A store outlives a group, and a later group of the same ranks may have the same name: number them in the keys.
     ranks = ",".join(map(str, peers.names))
@@ -485,7 +424,7 @@ def _entries(store: Any, life: str, peers: Peers, timeout: float) -> list[dict[s
         raise DeadlockError(
             message(
                 f"rank {', '.join(map(str, late))} did not create the group within {timeout:g} s",
-                axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+                axis=peers.shown,
                 expected="the same init_process_group or new_group call on every rank of the group",
                 remedy="check whether that rank failed earlier, or pass a longer timeout to the call that creates the "
                 "group, e.g. timeout=timedelta(minutes=10)",
@@ -519,7 +458,7 @@ def _enough_memory(peers: Peers, chunk: int) -> Iterator[None]:
         raise NotInitializedError(
             message(
                 f"not enough shared memory for the group: {error}",
-                axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+                axis=peers.shown,
                 expected=f"{segment_bytes(peers.size, chunk) / 2**20:.0f} MiB of shared memory",
                 remedy="free memory, raise the process's limits (see `ulimit -a`), set GRADMESH_SHM_CHUNK=65536, or "
                 "use backend='gloo'",
@@ -551,7 +490,7 @@ def _verification_error(rank: int, got: str, peers: Peers) -> AbortedError:
     return AbortedError(
         message(
             f"shared-memory handshake with rank {rank} failed verification",
-            axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+            axis=peers.shown,
             expected="the process id of that rank, and the anonymous memory file that it created for this group",
             got=got,
             remedy="check whether rank 0 has exited, and which other processes can write to the store of this job",
@@ -586,26 +525,13 @@ def _show(host: Sequence[str]) -> str:
     return f"{host[0]} (boot {host[1][:8]}, {host[2]})"
 
 
-class _Member(Protocol):
-    """A rank's engine in one group."""
-
-    def run_over(self, failed: bool) -> None:
-        """Publish that this rank's function has returned or failed."""
-
-
 class Run:
-    """The run that this process is in.
-
-    Attributes:
-        number: its number from 1, the same on every rank; 0 without a launcher.
-        over: whether this rank's function has returned.
-        members: this process's engine in each of its groups.
-    """
+    """The run that this process is in."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.over = False
-        self.members: weakref.WeakSet[_Member] = weakref.WeakSet()
+        self.number = 0  # from 1, the same on every rank; 0 without a launcher
+        self.over = False  # this rank's function has returned
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()  # one for each group of this process
 
     @property
     def waits(self) -> int:
@@ -619,8 +545,8 @@ class Run:
     def end(self, *, failed: bool) -> None:
         """End the run, so that other ranks stop waiting for this one."""
         self.over = True
-        for member in list(self.members):
-            member.run_over(failed)
+        for engine in list(self.engines):
+            engine.run_over(failed)
 
 
 run = Run()
@@ -659,13 +585,7 @@ def supported() -> bool:
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Sleep until the word is woken; returns immediately if its value differs from `seen`; may wake spuriously.
-
-    Args:
-        address: the address of a word of 4 bytes.
-        seen: its previous value.
-        seconds: the maximum time to sleep.
-    """
+    """Sleep until a word of 4 bytes is woken; not at all if its value differs from `seen`; may wake spuriously."""
     whole = int(seconds)
     time = _Timespec(whole, int((seconds - whole) * 1e9))
     _syscall(_NUMBER, address, _WAIT, seen & 0xFFFFFFFF, ctypes.byref(time), None, 0)
@@ -704,16 +624,7 @@ _LOOK = 0.05
 
 
 class Segment(Buffers):
-    """The shared memory of a group on one rank.
-
-    Args:
-        store: the store for the rendezvous; not needed for one rank.
-        rank: this rank.
-        size: the number of ranks.
-        names: their global ranks.
-        timeout: seconds to wait for the others.
-        group: the group's name, for errors.
-    """
+    """The shared memory of a group on one rank; the others have `timeout` seconds to join."""
 
     def __init__(
         self, store: Any, rank: int, size: int, names: Sequence[int], timeout: float, group: str
@@ -723,7 +634,7 @@ class Segment(Buffers):
         self._foreign = False
         if size == 1:
             chunk = chunk_bytes()
-            super().__init__(own_memory(chunk), 0, 1, chunk)
+            super().__init__(mmap.mmap(-1, segment_bytes(1, chunk)), 0, 1, chunk)
             return
         with meeting(store, self.peers, timeout) as boot:
             super().__init__(boot.memory, rank, size, boot.chunk)

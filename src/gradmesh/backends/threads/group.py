@@ -17,7 +17,6 @@ from typing_extensions import override
 from gradmesh._util.call_sites import ORIGINS, call_site, origin
 from gradmesh.backends.process_group import (
     CallCheck,
-    CoalescedWorks,
     Done,
     OwnGroup,
     OwnWork,
@@ -92,7 +91,6 @@ class ThreadsGroup(OwnGroup):
     def __init__(self, shared: Group, place: int, timeout: datetime.timedelta) -> None:
         super().__init__(shared.name, place, len(shared.ranks), timeout)
         self.shared = shared
-        self._coalesced: list[OwnWork] | None = None
 
     # -- torch's interface
 
@@ -106,7 +104,6 @@ class ThreadsGroup(OwnGroup):
         super().setGroupDesc(desc)
         self.shared.purpose = desc
 
-    @override
     def _get_sequence_number_for_group(self) -> int:
         return self.shared.calls[self.place]
 
@@ -134,11 +131,6 @@ class ThreadsGroup(OwnGroup):
 
     def _work(self, waits_for: Waitable, result: object) -> OwnWork:
         return self._collected(_Work(waits_for, self, result))
-
-    def _collected(self, work: OwnWork) -> OwnWork:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
 
     def _exchange(
         self,
@@ -357,27 +349,10 @@ class ThreadsGroup(OwnGroup):
         return self._collected(Done(tensors))
 
     @override
-    def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
-        return self._receive(tensors, source, tag, f"recv(from place {source}, tag {tag})")
-
-    @override
-    def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
-        return self._receive(tensors, None, tag, f"recv(from any rank, tag {tag})")
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> OwnWork:
-        part = Contribution(call, tensors, tensors, call_site())
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
+        sender = "any rank" if source is None else f"place {source}"
+        part = Contribution(f"recv(from {sender}, tag {tag})", tensors, tensors, call_site())
         return self._work(self.shared.receive(self.place, source, tag, part), tensors)
-
-    # -- coalescing
-
-    @override
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    @override
-    def _end_coalescing(self, device: torch.device) -> OwnWork:
-        works, self._coalesced = self._coalesced or [], None
-        return CoalescedWorks(works)
 
     # -- splitting tensors
 

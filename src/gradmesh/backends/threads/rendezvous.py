@@ -60,28 +60,13 @@ class Observer:
         return False
 
     def async_axis(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
-        """Run an asynchronous call if ranks take turns, as if it overlapped with the rank's computation.
-
-        Args:
-            group: the group of the call.
-            run: runs the call.
-
-        Returns:
-            A function that waits for the call.
-        """
+        """Run an asynchronous call if ranks take turns, as if it overlapped with computation; returns its wait."""
         raise NotImplementedError
 
     def meet(
         self, group: Group, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
     ) -> Rendezvous:
-        """A rank makes its next call on a group.
-
-        Args:
-            group: the group.
-            place: the rank in the group.
-            part: its contribution.
-            kernel: processes the contributions of all ranks, in the thread of the last one.
-        """
+        """A rank, at `place` in a group, makes its next call on it."""
         return group.meet(place, part, kernel, observed=True)
 
     def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
@@ -250,12 +235,7 @@ class Waitable:
         self.gates.clear()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is complete.
-
-        Raises:
-            DeadlockError: it can no longer complete, or did not complete within `seconds`.
-            AbortedError: another rank failed.
-        """
+        """Wait until it is complete, or raise its error."""
         observer = self.world.observer
         if observer is not None:
             observer.wait(self, seconds)
@@ -275,11 +255,7 @@ class Waitable:
         return self.done if observer is None else observer.over(self)
 
     def sleep(self, seconds: float) -> None:
-        """Wait until it has completed or failed, or the world has been stopped.
-
-        Raises:
-            GradmeshError: the world has been stopped.
-        """
+        """Wait until it has completed or failed; raises if the world has been stopped."""
         world = self.world
         thread = threading.get_ident()
         rank = world.rank_of_thread.get(thread)  # None in a thread that a rank started
@@ -327,23 +303,14 @@ class Waitable:
 
 
 class BackgroundThread:
-    """A thread that runs tasks for a rank, one after another.
-
-    Attributes:
-        waits_for: what it currently waits for.
-    """
+    """A thread that runs tasks for a rank, one after another, and what it currently waits for."""
 
     def __init__(self) -> None:
         self.waits_for: Waitable | None = None
 
 
 class BackgroundTask(Waitable):
-    """A task of a background thread, which a rank may wait for; deadlock detection looks through it.
-
-    Args:
-        world: the ranks.
-        runner: the thread; earlier tasks block this one.
-    """
+    """A task of a background thread, which a rank may wait for; deadlock detection looks through it."""
 
     def __init__(self, world: World, runner: BackgroundThread) -> None:
         super().__init__(world)
@@ -584,14 +551,7 @@ class Group:
         *,
         observed: bool = False,
     ) -> Rendezvous:
-        """Post a rank's contribution to its next call; the last rank does the work.
-
-        Args:
-            place: the rank in the group.
-            part: its contribution.
-            kernel: processes the contributions of all ranks.
-            observed: whether the world's observer has seen the call.
-        """
+        """Post a rank's contribution to its next call; the last rank runs the kernel on those of all ranks."""
         world = self.world
         if world.observer is not None and not observed:
             return world.observer.meet(self, place, part, kernel)

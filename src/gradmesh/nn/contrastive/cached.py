@@ -27,12 +27,7 @@ from gradmesh.verbs.collectives import all_reduce
 
 
 class Replay:
-    """Snapshots of random number generators and buffers, for a second run of the same calls.
-
-    Args:
-        modules: the modules that are called; the buffers of those in training mode are saved.
-        inputs: the arguments of the calls, whose devices' generators are saved.
-    """
+    """Snapshots of random number generators and buffers, for a second run of the same calls of modules."""
 
     def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> None:
         every = {id(part): part for module in modules for part in module.modules()}.values()

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from gradmesh.errors import ArgumentError, message
-from gradmesh.nn.contrastive.table import ExpBoth, ExpLabelled, ExpOthers, Gather, LossInputs, Number, Sigmoid
+from gradmesh.nn.contrastive.table import (
+    EXP_BOTH,
+    EXP_LABELLED,
+    EXP_OTHERS,
+    SIGMOID,
+    Gather,
+    LossInputs,
+    Number,
+)
 from gradmesh.nn.inputs import upcast
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -80,21 +88,13 @@ def clip_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(0.5856, (1, 3)), (0.5856, (2, 3))]
     """
-    given = LossInputs(
-        "nn.clip_loss",
-        {"left": left, "right": right},
-        axis,
-        sizes=sizes,
-        dst=dst,
-        gather=gather,
-        tile=tile,
-        numbers={"scale": scale},
-    )
+    samples = {"left": left, "right": right}
+    given = LossInputs("nn.clip_loss", samples, {"scale": scale}, axis, sizes, dst, gather, tile)
     factor = given.numbers["scale"]
     table = given.layout(comm_dtype, backward_dtype)
     # Scale n rows once, not every tile.
     a = upcast(left) * factor
-    of_rows, of_cols, _ = table.logs(ExpBoth(), (a,), (table.spread(right),), columns=True)
+    of_rows, of_cols, _ = table.logs(EXP_BOTH, (a,), (table.spread(right),), columns=True)
     return given.mean((of_rows + of_cols - 2 * (a * upcast(right)).sum(1)).sum() / 2)
 
 
@@ -140,22 +140,16 @@ def siglip_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.6933, 0.6933]
     """
+    samples = {"left": left, "right": right}
     given = LossInputs(
-        "nn.siglip_loss",
-        {"left": left, "right": right},
-        axis,
-        sizes=sizes,
-        dst=dst,
-        gather=gather,
-        tile=tile,
-        numbers={"scale": scale, "bias": bias},
+        "nn.siglip_loss", samples, {"scale": scale, "bias": bias}, axis, sizes, dst, gather, tile
     )
     factor, offset = given.numbers["scale"], given.numbers["bias"]
     table = given.layout(comm_dtype, backward_dtype)
     a = upcast(left) * factor
     offset = offset.to(a) if isinstance(offset, Tensor) else a.new_full((), offset)
     # softplus(-s) == softplus(s) - s
-    (total,) = table.total(Sigmoid(), (a, table.spread(right), offset))
+    (total,) = table.total(SIGMOID, (a, table.spread(right), offset))
     return given.mean(total - ((a * upcast(right)).sum(1) + offset).sum())
 
 
@@ -199,15 +193,9 @@ def nt_xent_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.5944, 0.5944]
     """
+    samples = {"left": left, "right": right}
     given = LossInputs(
-        "nn.nt_xent_loss",
-        {"left": left, "right": right},
-        axis,
-        sizes=sizes,
-        dst=dst,
-        gather=gather,
-        tile=tile,
-        numbers={"temperature": temperature},
+        "nn.nt_xent_loss", samples, {"temperature": temperature}, axis, sizes, dst, gather, tile
     )
     views = torch.stack([left, right], 1)
     return _loss(given, views, None, comm_dtype, backward_dtype)
@@ -257,13 +245,13 @@ def sup_con_loss(
     given = LossInputs(
         "nn.sup_con_loss",
         {"x": x},
+        {"temperature": temperature},
         axis,
-        sizes=sizes,
-        dst=dst,
-        gather=gather,
-        tile=tile,
+        sizes,
+        dst,
+        gather,
+        tile,
         dims=(2, 3),
-        numbers={"temperature": temperature},
         extra=f", {'without' if labels is None else 'with'} labels",
     )
     if labels is not None and (
@@ -302,7 +290,7 @@ def _loss(
     columns, numbers = table.spread(z), table.spread(number)
     if labels is None:
         # Only views of the same sample are positives, and these are local.
-        logs, _, _ = table.logs(ExpOthers(), (a, number), (columns, numbers), columns=False)
+        logs, _, _ = table.logs(EXP_OTHERS, (a, number), (columns, numbers), columns=False)
         with torch.autocast(z.device.type, enabled=False):
             of_sample = a.view(views.shape) @ upcast(views).mT
         itself = torch.eye(each, dtype=torch.bool, device=z.device)
@@ -311,7 +299,7 @@ def _loss(
     else:
         label = labels.long().repeat_interleave(each)
         logs, _, (positives, count) = table.logs(
-            ExpLabelled(), (a, number, label), (columns, numbers, table.spread(label)), columns=False
+            EXP_LABELLED, (a, number, label), (columns, numbers, table.spread(label)), columns=False
         )
     share = torch.where(count > 0, logs - positives / count.clamp(min=1), 0).sum()
     return given.mean(share, given.total * each)
@@ -374,7 +362,7 @@ def vic_reg_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [37.5392, 37.5392]
     """
-    given = LossInputs("nn.vic_reg_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
+    given = LossInputs("nn.vic_reg_loss", {"left": left, "right": right}, {}, axis, sizes, dst)
     _check_total(given)
     x, y = upcast(left), upcast(right)
     features = x.shape[1]
@@ -435,7 +423,7 @@ def barlow_twins_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.0068, 0.0068]
     """
-    given = LossInputs("nn.barlow_twins_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
+    given = LossInputs("nn.barlow_twins_loss", {"left": left, "right": right}, {}, axis, sizes, dst)
     _check_total(given)
     both = torch.stack([upcast(left), upcast(right)])
     centred = both - _mean(both, given)
@@ -479,7 +467,7 @@ def _check_total(given: LossInputs) -> None:
 class _Loss(nn.Module):
     """A loss with the options of its function."""
 
-    def __init__(self, axis: AxisLike, options: dict[str, Any]) -> None:
+    def __init__(self, axis: AxisLike = None, **options: Any) -> None:
         super().__init__()
         self.options = {"axis": axis, **options}
 
@@ -504,7 +492,7 @@ class _ScaledLoss(_Loss):
     def __init__(
         self, scale: float, max_scale: float, axis: AxisLike, learnable: bool, options: dict[str, Any]
     ) -> None:
-        super().__init__(axis, options)
+        super().__init__(axis, **options)
         self._largest = math.log(max_scale)
         self._hold("log_scale", math.log(scale), learnable)
 
@@ -665,9 +653,6 @@ class VicRegLoss(_Loss):
         [13.5392, 13.5392]
     """
 
-    def __init__(self, axis: AxisLike = None, **options: Any) -> None:
-        super().__init__(axis, options)
-
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """The loss; `left` and `right` are this rank's embeddings of the two views."""
         return vic_reg_loss(left, right, **self.options)
@@ -683,9 +668,6 @@ class BarlowTwinsLoss(_Loss):
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [1.3332, 1.3332]
     """
-
-    def __init__(self, axis: AxisLike = None, **options: Any) -> None:
-        super().__init__(axis, options)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         """The loss; `left` and `right` are this rank's embeddings of the two views."""

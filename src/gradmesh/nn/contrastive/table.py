@@ -13,15 +13,17 @@ computation that it overlaps with.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.func import vjp
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from gradmesh._torch import transforms_active
 from gradmesh._util.structure import Packed
@@ -36,7 +38,10 @@ from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter, shift
 
+T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
+Logits = Callable[..., tuple[Tensor, Tensors]]
+"""Computes the logits of one tile, and other quantities that are summed over each row."""
 
 
 class Counts(NamedTuple):
@@ -47,276 +52,174 @@ class Counts(NamedTuple):
     shared: int
 
 
-class Logits(Protocol):
-    """Computes the logits of one tile."""
-
-    def logits(self, *operands: Any, **_: Any) -> tuple[Tensor, Tensors]:
-        """The logits, and other quantities that are summed over each row."""
-
-
-class Kernel(Protocol):
+@dataclass(frozen=True)
+class Kernel:
     """The computation of one tile."""
 
-    def __call__(self, *operands: Any, **_: Any) -> Tensors:
-        """The outputs of a tile: of rows, of columns, shared."""
-
-    @property
-    def counts(self) -> Counts:
-        """Number of operands."""
-
-    @property
-    def outputs(self) -> Counts:
-        """Number of outputs."""
-
-    @property
-    def differentiated(self) -> tuple[bool, ...]:
-        """Which operands are differentiable."""
+    run: Callable[..., Tensors]
+    counts: Counts
+    """Number of operands."""
+    outputs: Counts
+    differentiated: tuple[bool, ...]
+    """Which operands are differentiable."""
 
 
-def grouped(tensors: Sequence[Tensor], counts: Counts) -> tuple[Tensors, Tensors, Tensors]:
-    """Split tensors into their groups."""
+@dataclass(frozen=True)
+class ExpKernel(Kernel):
+    """A kernel of exp(logits - x_i), summed over a row, and exp(logits - y_j), summed over a column."""
+
+    logits: Logits
+
+
+def grouped(items: Sequence[T], counts: Counts) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
+    """Split operands, outputs or flags into their groups."""
     rows, cols = counts.rows, counts.rows + counts.cols
-    return tuple(tensors[:rows]), tuple(tensors[rows:cols]), tuple(tensors[cols:])
+    return tuple(items[:rows]), tuple(items[rows:cols]), tuple(items[cols:])
 
 
-def similarity(a: Tensor, b: Tensor) -> Tensor:
-    """The inner products of rows."""
-    return a @ b.T
+def _joined(first: Sequence[T], of_first: Counts, second: Sequence[T], of_second: Counts) -> list[T]:
+    """Each group of `first`, followed by the same group of `second`."""
+    groups = zip(grouped(first, of_first), grouped(second, of_second), strict=True)
+    return [x for group, more in groups for x in (*group, *more)]
 
 
-@dataclass(frozen=True)
-class ExpBoth:
-    """exp(s - x_i) summed over a row and exp(s - y_j) summed over a column, of the similarities s."""
-
-    counts = Counts(2, 2, 0)
-    outputs = Counts(1, 1, 0)
-    differentiated = (True, False, True, False)
-
-    def logits(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensors]:
-        """The similarities."""
-        return similarity(a, b), ()
-
-    def __call__(self, a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensors:
-        """Both sums."""
-        s = similarity(a, b)
-        return (s - x[:, None]).exp().sum(1), (s - y).exp().sum(0)
+def _separated(joined: Sequence[T], of_first: Counts, of_both: Counts) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    """Inverse of `_joined`."""
+    groups = list(zip(grouped(joined, of_both), of_first, strict=True))
+    first = tuple(x for group, n in groups for x in group[:n])
+    return first, tuple(x for group, n in groups for x in group[n:])
 
 
-@dataclass(frozen=True)
-class ExpOthers:
-    """exp(s - x_i) summed over a row, without the pairs of a sample with itself; `number` identifies a sample."""
-
-    counts = Counts(3, 2, 0)
-    outputs = Counts(1, 0, 0)
-    differentiated = (True, False, False, True, False)
-
-    def logits(self, a: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> tuple[Tensor, Tensors]:
-        """The similarities to others."""
-        return torch.where(number[:, None] == numbers, -torch.inf, similarity(a, b)), ()
-
-    def __call__(self, a: Tensor, x: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> Tensors:
-        """The sum."""
-        s, _ = self.logits(a, number, b, numbers)
-        return ((s - x[:, None]).exp().sum(1),)
-
-
-@dataclass(frozen=True)
-class ExpLabelled:
-    """`ExpOthers`, and the similarities to other samples of the same label, summed over a row."""
-
-    counts = Counts(4, 3, 0)
-    outputs = Counts(2, 0, 0)
-    differentiated = (True, False, False, False, True, False, False)
-
-    def logits(
-        self, a: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensors]:
-        """The similarities to others; the sum of those of the same label, and their number."""
-        s, itself = similarity(a, b), number[:, None] == numbers
-        positive = (label[:, None] == labels) & ~itself
-        return torch.where(itself, -torch.inf, s), (torch.where(positive, s, 0).sum(1), positive.sum(1))
-
-    def __call__(
-        self, a: Tensor, x: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
-    ) -> Tensors:
-        """Both sums."""
-        s, (positives, _) = self.logits(a, number, label, b, numbers, labels)
-        return (s - x[:, None]).exp().sum(1), positives
-
-
-@dataclass(frozen=True)
-class Sigmoid:
-    """log(1 + exp(s + bias)), summed over all pairs."""
-
-    counts = Counts(1, 1, 1)
-    outputs = Counts(0, 0, 1)
-    differentiated = (True, True, True)
-
-    def __call__(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensors:
-        """The sum."""
-        return (softplus(similarity(a, b) + bias).sum(),)
-
-
-@dataclass(frozen=True)
-class Adjoint:
-    """The vector-Jacobian product of a kernel; each group has its operands, then its outputs' cotangents.
-
-    Attributes:
-        of: the kernel.
-        wanted: the operands whose gradient is returned.
-    """
-
-    of: Kernel
-    wanted: tuple[bool, ...]
-
-    @property
-    def counts(self) -> Counts:
-        """The operands and the cotangents."""
-        return _added(self.of.counts, self.of.outputs)
-
-    @property
-    def outputs(self) -> Counts:
-        """The wanted gradients."""
-        return Counts(*(sum(group) for group in _flags(self.wanted, self.of.counts)))
-
-    @property
-    def differentiated(self) -> tuple[bool, ...]:
-        """Those of the kernel, and all cotangents."""
-        return _with(self.of.differentiated, self.of, True)
-
-    def __call__(self, *operands: Tensor) -> Tensors:
-        """The gradients."""
-        given, cotangents = _split(operands, self.of.counts, self.counts)
-        wanted = [x for x, is_wanted in zip(given, self.wanted, strict=True) if is_wanted]
-        found: Tensors = vjp(_of_wanted(self.of, given, self.wanted), *wanted)[1](cotangents)
-        return found
-
-
-@dataclass(frozen=True)
-class Tangent:
-    """The Jacobian-vector product of a kernel; each group has its operands, then the tangents of some.
-
-    Computed as the adjoint of the adjoint: torch does not nest forward mode, and the caller may be using it.
-
-    Attributes:
-        of: the kernel.
-        moved: the operands that have a tangent.
-    """
-
-    of: Kernel
-    moved: tuple[bool, ...]
-
-    @property
-    def counts(self) -> Counts:
-        """The operands and the tangents."""
-        return _added(self.of.counts, Counts(*(sum(group) for group in _flags(self.moved, self.of.counts))))
-
-    @property
-    def outputs(self) -> Counts:
-        """Those of the kernel."""
-        return self.of.outputs
-
-    @property
-    def differentiated(self) -> tuple[bool, ...]:
-        """Those of the kernel, and all tangents."""
-        groups = zip(
-            _flags(self.of.differentiated, self.of.counts), _flags(self.moved, self.of.counts), strict=True
-        )
-        return tuple(flag for flags, moved in groups for flag in (*flags, *[True] * sum(moved)))
-
-    def __call__(self, *operands: Tensor) -> Tensors:
-        """The outputs' tangents."""
-        given, tangents = _split(operands, self.of.counts, self.counts)
-        moving = [x for x, moves in zip(given, self.moved, strict=True) if moves]
-        kernel = _of_wanted(self.of, given, self.moved)
-
-        def pulled(*cotangents: Tensor) -> Tensors:
-            found: Tensors = vjp(kernel, *moving)[1](cotangents)
-            return found
-
-        like = [torch.zeros_like(y) for y in kernel(*moving)]
-        found: Tensors = vjp(pulled, *like)[1](tangents)
-        return found
-
-
-@dataclass(frozen=True)
-class Batched:
-    """A vmapped kernel; row and column operands have the batch in dim 1, shared ones in dim 0.
-
-    Attributes:
-        of: the kernel.
-        has: the batched operands.
-    """
-
-    of: Kernel
-    has: tuple[bool, ...]
-
-    @property
-    def counts(self) -> Counts:
-        """Those of the kernel."""
-        return self.of.counts
-
-    @property
-    def outputs(self) -> Counts:
-        """Those of the kernel."""
-        return self.of.outputs
-
-    @property
-    def differentiated(self) -> tuple[bool, ...]:
-        """Those of the kernel."""
-        return self.of.differentiated
-
-    def __call__(self, *operands: Tensor) -> Tensors:
-        """The outputs."""
-        cut = self.counts.rows + self.counts.cols
-        dims = tuple(int(i < cut) if batched else None for i, batched in enumerate(self.has))
-        cut = self.outputs.rows + self.outputs.cols
-        out_dims = tuple(int(i < cut) for i in range(sum(self.outputs)))
-        found: Tensors = torch.vmap(self.of, in_dims=dims, out_dims=out_dims)(*operands)
-        return found
-
-
-def _of_wanted(kernel: Kernel, operands: Sequence[Tensor], wanted: Sequence[bool]) -> Callable[..., Tensors]:
-    """A kernel as a function of some of its operands."""
-
-    def run(*changing: Tensor) -> Tensors:
-        others = iter(changing)
-        return kernel(*(next(others) if w else x for x, w in zip(operands, wanted, strict=True)))
-
-    return run
+def _chosen(flags: Sequence[bool], counts: Counts) -> Counts:
+    """The number of flags that are set in each group."""
+    return Counts(*map(sum, grouped(flags, counts)))
 
 
 def _added(a: Counts, b: Counts) -> Counts:
     return Counts(*(x + y for x, y in zip(a, b, strict=True)))
 
 
-def _flags(flags: Sequence[bool], counts: Counts) -> list[Sequence[bool]]:
-    rows, cols = counts.rows, counts.rows + counts.cols
-    return [flags[:rows], flags[rows:cols], flags[cols:]]
+def _similarities(a: Tensor, b: Tensor) -> tuple[Tensor, Tensors]:
+    return a @ b.T, ()
 
 
-def _with(flags: Sequence[bool], of: Kernel, more: bool) -> tuple[bool, ...]:
-    """The flags of a kernel's operands, and one more for each output, group by group."""
-    groups = zip(_flags(flags, of.counts), of.outputs, strict=True)
-    return tuple(flag for group, added in groups for flag in (*group, *[more] * added))
+def _exp_both(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensors:
+    s = a @ b.T
+    return (s - x[:, None]).exp().sum(1), (s - y).exp().sum(0)
 
 
-def _split(operands: Sequence[Tensor], first: Counts, both: Counts) -> tuple[Tensors, Tensors]:
-    """Split each group into a kernel's operands and the rest (cotangents or tangents)."""
-    groups = list(zip(grouped(operands, both), first, strict=True))
-    given = tuple(x for group, n in groups for x in group[:n])
-    return given, tuple(x for group, n in groups for x in group[n:])
+EXP_BOTH = ExpKernel(_exp_both, Counts(2, 2, 0), Counts(1, 1, 0), (True, False, True, False), _similarities)
+"""exp(s - x_i) summed over a row and exp(s - y_j) summed over a column, of the similarities s."""
+
+
+def _to_others(a: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> tuple[Tensor, Tensors]:
+    return torch.where(number[:, None] == numbers, -torch.inf, a @ b.T), ()
+
+
+def _exp_others(a: Tensor, x: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> Tensors:
+    s, _ = _to_others(a, number, b, numbers)
+    return ((s - x[:, None]).exp().sum(1),)
+
+
+EXP_OTHERS = ExpKernel(
+    _exp_others, Counts(3, 2, 0), Counts(1, 0, 0), (True, False, False, True, False), _to_others
+)
+"""exp(s - x_i) summed over a row, without the pairs of a sample with itself; `number` identifies a sample."""
+
+
+def _to_labelled(
+    a: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensors]:
+    """The similarities to others; the sum of those of the same label, and their number."""
+    s, itself = a @ b.T, number[:, None] == numbers
+    positive = (label[:, None] == labels) & ~itself
+    return torch.where(itself, -torch.inf, s), (torch.where(positive, s, 0).sum(1), positive.sum(1))
+
+
+def _exp_labelled(a: Tensor, x: Tensor, *others: Tensor) -> Tensors:
+    s, (positives, _) = _to_labelled(a, *others)
+    return (s - x[:, None]).exp().sum(1), positives
+
+
+EXP_LABELLED = ExpKernel(
+    _exp_labelled,
+    Counts(4, 3, 0),
+    Counts(2, 0, 0),
+    (True, False, False, False, True, False, False),
+    _to_labelled,
+)
+"""`EXP_OTHERS`, and the similarities to other samples of the same label, summed over a row."""
+
+
+def _sigmoid(a: Tensor, b: Tensor, bias: Tensor) -> Tensors:
+    return (softplus(a @ b.T + bias).sum(),)
+
+
+SIGMOID = Kernel(_sigmoid, Counts(1, 1, 1), Counts(0, 0, 1), (True, True, True))
+"""log(1 + exp(s + bias)), summed over all pairs."""
+
+
+def adjoint(of: Kernel, wanted: Sequence[bool]) -> Kernel:
+    """The vector-Jacobian product, for the wanted operands; each group has its operands, then the cotangents."""
+    counts = _added(of.counts, of.outputs)
+
+    def run(*operands: Tensor) -> Tensors:
+        given, cotangents = _separated(operands, of.counts, counts)
+        changing = [x for x, is_wanted in zip(given, wanted, strict=True) if is_wanted]
+        found: Tensors = vjp(_of_some(of, given, wanted), *changing)[1](cotangents)
+        return found
+
+    flags = _joined(of.differentiated, of.counts, [True] * sum(of.outputs), of.outputs)
+    return Kernel(run, counts, _chosen(wanted, of.counts), tuple(flags))
+
+
+def tangent(of: Kernel, moved: Sequence[bool]) -> Kernel:
+    """The Jacobian-vector product, for the operands that move; each group has its operands, then their tangents.
+
+    Computed as the adjoint of the adjoint: torch does not nest forward mode, and the caller may be using it.
+    """
+    moving = _chosen(moved, of.counts)
+    counts = _added(of.counts, moving)
+
+    def run(*operands: Tensor) -> Tensors:
+        given, tangents = _separated(operands, of.counts, counts)
+        changing = [x for x, moves in zip(given, moved, strict=True) if moves]
+        kernel = _of_some(of, given, moved)
+
+        def pulled(*cotangents: Tensor) -> Tensors:
+            found: Tensors = vjp(kernel, *changing)[1](cotangents)
+            return found
+
+        like = [torch.zeros_like(y) for y in kernel(*changing)]
+        found: Tensors = vjp(pulled, *like)[1](tangents)
+        return found
+
+    flags = _joined(of.differentiated, of.counts, [True] * sum(moving), moving)
+    return Kernel(run, counts, of.outputs, tuple(flags))
+
+
+def batched(of: Kernel, has: Sequence[bool]) -> Kernel:
+    """A vmapped kernel; row and column operands that are batched have the batch in dim 1, shared ones in dim 0."""
+    lines = of.counts.rows + of.counts.cols
+    dims = tuple(int(i < lines) if is_batched else None for i, is_batched in enumerate(has))
+    lines = of.outputs.rows + of.outputs.cols
+    out_dims = tuple(int(i < lines) for i in range(sum(of.outputs)))
+    return replace(of, run=torch.vmap(of.run, in_dims=dims, out_dims=out_dims))
+
+
+def _of_some(kernel: Kernel, operands: Sequence[Tensor], changing: Sequence[bool]) -> Callable[..., Tensors]:
+    """A kernel as a function of some of its operands."""
+
+    def run(*given: Tensor) -> Tensors:
+        others = iter(given)
+        return kernel.run(*(next(others) if c else x for x, c in zip(operands, changing, strict=True)))
+
+    return run
 
 
 @dataclass(frozen=True)
 class TileWork:
-    """A sum over tiles.
-
-    Attributes:
-        kernel: computes a tile.
-        tile: the tile size.
-        ring: sends the columns of all ranks around; None: the columns are all here.
-    """
+    """A sum over tiles; `ring` sends the columns of all ranks around, unless they are all here."""
 
     kernel: Kernel
     tile: int
@@ -344,7 +247,7 @@ def tiled_sum(job: TileWork, *operands: Tensor) -> Tensors:
             mine = [upcast(x[here]) for x in rows]
             sums: list[Tensor] = []
             for there in runs(len(cols[0]), job.tile):
-                found = job.kernel(*mine, *(upcast(x[there]) for x in cols), *map(upcast, shared))
+                found = job.kernel.run(*mine, *(upcast(x[there]) for x in cols), *map(upcast, shared))
                 of_rows, of_cols, of_all = grouped(found, kept)
                 sums = _add(sums, of_rows)
                 totals = _add(totals, of_all)
@@ -418,7 +321,8 @@ class _TableSum(torch.autograd.Function):
         none = [None] * (3 + ctx.known)
         if not any(wanted):
             return (*none, *(None for _ in operands))
-        found = iter(table_sum(job.derived(Adjoint(kernel, wanted)), merged(kernel, operands, grads)))
+        inputs = _joined(operands, kernel.counts, grads, kernel.outputs)
+        found = iter(table_sum(job.derived(adjoint(kernel, wanted)), inputs))
         given = (
             next(found).to(x.dtype) if is_wanted else None
             for x, is_wanted in zip(operands, wanted, strict=True)
@@ -432,15 +336,13 @@ class _TableSum(torch.autograd.Function):
         moved = kernel.differentiated
         if job.ring is None:
             moved = tuple(t is not None and d for t, d in zip(given, moved, strict=True))
-        along = (
+        along = [
             torch.zeros_like(x) if t is None else t
             for x, t, m in zip(operands, given, moved, strict=True)
             if m
-        )
-        flags = iter(moved)
-        groups = grouped(operands, kernel.counts)
-        inputs = [x for group in groups for x in (*group, *[next(along) for _ in group if next(flags)])]
-        return table_sum(job.derived(Tangent(kernel, moved)), inputs)
+        ]
+        inputs = _joined(operands, kernel.counts, along, _chosen(moved, kernel.counts))
+        return table_sum(job.derived(tangent(kernel, moved)), inputs)
 
     @staticmethod
     def vmap(
@@ -457,16 +359,10 @@ class _TableSum(torch.autograd.Function):
             x if dim is None else x.movedim(dim, int(i < cut))
             for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
         ]
-        batched = Batched(job.kernel, tuple(dim is not None for dim in dims))
-        found = table_sum(replace(job, kernel=batched), moved)
+        kernel = batched(job.kernel, [dim is not None for dim in dims])
+        found = table_sum(replace(job, kernel=kernel), moved)
         cut = job.kernel.outputs.rows + job.kernel.outputs.cols
         return found, tuple(int(i < cut) for i in range(len(found)))
-
-
-def merged(kernel: Kernel, operands: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    """A kernel's operands and tensors shaped like its outputs, group by group."""
-    groups = zip(grouped(operands, kernel.counts), grouped(more, kernel.outputs), strict=True)
-    return [x for group, added in groups for x in (*group, *added)]
 
 
 def _traced(job: TileWork, operands: Sequence[Tensor]) -> Tensors:
@@ -482,7 +378,7 @@ def _traced(job: TileWork, operands: Sequence[Tensor]) -> Tensors:
         for there in runs(len(cols[0]), job.tile):
             tile = [*(x[here] for x in rows), *(x[there] for x in cols), *shared]
             with torch.autocast(tile[0].device.type, enabled=False):
-                found = checkpoint(job.kernel, *map(upcast, tile), use_reentrant=False)
+                found = checkpoint(job.kernel.run, *map(upcast, tile), use_reentrant=False)
             each = grouped(found, kept)
             sums = [a + b for a, b in zip(sums, each[0], strict=True)] if sums else list(each[0])
             totals = [a + b for a, b in zip(totals, each[2], strict=True)] if totals else list(each[2])
@@ -496,13 +392,9 @@ def _traced(job: TileWork, operands: Sequence[Tensor]) -> Tensors:
 
 
 def log_sums(
-    kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], tile: int, *, columns: bool
+    kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], tile: int, *, columns: bool
 ) -> tuple[Tensor, Tensor | None, Tensors]:
-    """The logsumexp of each row and, with `columns`, of each column, not differentiable.
-
-    Returns:
-        The rows' values, the columns' values, and the kernel's other sums over rows.
-    """
+    """The logsumexp of each row and, with `columns`, of each column, and other sums over rows, not differentiable."""
     down, across = list(runs(len(rows[0]), tile)), list(runs(len(cols[0]), tile))
     # Allocate results first: small ones between the tiles would fragment the heap, and memory would grow.
     with torch.autocast(rows[0].device.type, enabled=False):
@@ -544,16 +436,7 @@ class _LossCounter:
 
 @dataclass(frozen=True)
 class RingPass:
-    """Sends the columns of one loss around the ring.
-
-    Attributes:
-        axis: the ranks.
-        sizes: each rank's number of columns.
-        comm_dtype: the dtype in which embeddings are sent; other operands are not rounded.
-        backward_dtype: the dtype in which gradients are sent.
-        number: identifies the loss, the same on every rank.
-        order: the order of the derivative.
-    """
+    """Sends the columns of one loss around the ring; `number` identifies the loss, the same on every rank."""
 
     axis: Axis
     sizes: tuple[int, ...]
@@ -561,6 +444,7 @@ class RingPass:
     backward_dtype: torch.dtype | None
     number: int
     order: int = 0
+    """The order of the derivative."""
 
     @classmethod
     def create(
@@ -581,16 +465,7 @@ class RingPass:
         return replace(self, order=self.order + 1)
 
     def travel(self, cols: Tensors, work: OfColumns, combine: Combined) -> list[Tensor]:
-        """Send the columns around the ring.
-
-        Args:
-            cols: this rank's columns.
-            work: computes the sums over the rows of this rank, for each current column.
-            combine: combines two such sums.
-
-        Returns:
-            The sums over the rows of all ranks, for this rank's columns.
-        """
+        """Send the columns around; `work` computes sums over this rank's rows. Returns the sums over all rows."""
         if self.axis.size > 1:
             self._agree(cols)
         back = self.backward_dtype if self.order else None
@@ -620,61 +495,36 @@ class RingPass:
         all_gather(Packed(cols[0].new_zeros(1), signature), self.axis)  # type: ignore[call-overload]
 
 
-def ring_log_sums(
-    ring: RingPass,
-    kernel: Logits,
-    rows: Sequence[Tensor],
-    cols: Sequence[Tensor],
-    tile: int,
-    *,
-    columns: bool,
-) -> tuple[Tensor, Tensor | None, Tensors]:
-    """`log_sums` of this rank's rows over all ranks' columns, and of this rank's columns over all rows."""
-    found: list[Tensor] = []
-
-    def work(current: Sequence[Tensor]) -> list[Tensor]:
-        of_rows, of_cols, more = log_sums(kernel, rows, current, tile, columns=columns)
-        if found:
-            of_rows = torch.logaddexp(found[0], of_rows)
-            more = tuple(a + b for a, b in zip(found[1:], more, strict=True))
-        found[:] = [of_rows, *more]
-        return [] if of_cols is None else [of_cols]
-
-    local = ring.travel(tuple(cols), work, torch.logaddexp)
-    return found[0], local[0] if columns else None, tuple(found[1:])
-
-
-@dataclass(frozen=True)
-class LogSums:
-    """Logsumexp values, without derivatives.
-
-    Attributes:
-        rows: of this rank's rows.
-        columns: of the columns, distributed like the result of `Layout.spread`; empty if not requested.
-        known: this rank's part of the sums of exp(s - logsumexp), over rows and over columns.
-        more: the kernel's other sums over rows.
-    """
+class LogSums(NamedTuple):
+    """Logsumexp values, without derivatives."""
 
     rows: Tensor
     columns: Tensor
+    """Distributed like the result of `Layout.spread`; empty if not requested."""
     known: Tensors
+    """This rank's part of the sums of exp(s - logsumexp), over rows and over columns."""
     more: Tensors
+    """The kernel's other sums over rows."""
 
 
-class Layout(Protocol):
+class Layout(ABC):
     """The distribution of the table."""
 
+    @abstractmethod
     def spread(self, x: Tensor) -> Tensor:
         """Distribute this rank's columns as `total` needs them."""
 
+    @abstractmethod
     def local(self, x: Tensor) -> Tensor:
         """This rank's columns; inverse of `spread`."""
 
+    @abstractmethod
     def log_sums(
-        self, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
+        self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> LogSums:
         """The logsumexp of each row of logits and, with `columns`, of each column."""
 
+    @abstractmethod
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
         """A kernel's outputs summed over the full table: of this rank's rows, of its columns, and its shared part."""
 
@@ -682,92 +532,79 @@ class Layout(Protocol):
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> tuple[Tensor, Tensor, Tensors]:
         """`log_sums`, differentiably: of this rank's rows and columns, and the kernel's other sums over rows."""
-
-
-class ExpKernel(Kernel, Logits, Protocol):
-    """A kernel of exp(logits - x_i), summed over a row, and exp(logits - y_j), summed over a column."""
-
-
-def _tiled_logs(
-    table: Layout, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
-) -> tuple[Tensor, Tensor, Tensors]:
-    """`Layout.logs` with one tile in memory at a time."""
-    with torch.no_grad():
-        sums = table.log_sums(kernel, [x.detach() for x in rows], [x.detach() for x in cols], columns=columns)
-    empty = sums.rows == -torch.inf  # NaN rows stay NaN
-    of_rows, of_cols = sums.rows.masked_fill(empty, 0), [sums.columns] if columns else []
-    # logsumexp = constant + log(sum exp(s - constant)); the sum has value 1 and all derivatives.
-    operands = (rows[0], of_rows, *rows[1:], *cols, *of_cols)
-    others = kernel.outputs.rows - 1
-    known = (sums.known[0], *sums.more[:others], *sums.known[1:])
-    row_sums, *found = table.total(kernel, operands, known)
-    logs = (of_rows + row_sums.masked_fill(empty, 1).log()).masked_fill(empty, -torch.inf)
-    local = table.local(sums.columns) + found[others].log() if columns else sums.columns
-    return logs, local, (*found[:others], *sums.more[others:])
+        with torch.no_grad():
+            sums = self.log_sums(
+                kernel, [x.detach() for x in rows], [x.detach() for x in cols], columns=columns
+            )
+        empty = sums.rows == -torch.inf  # NaN rows stay NaN
+        of_rows, of_cols = sums.rows.masked_fill(empty, 0), [sums.columns] if columns else []
+        # logsumexp = constant + log(sum exp(s - constant)); the sum has value 1 and all derivatives.
+        operands = (rows[0], of_rows, *rows[1:], *cols, *of_cols)
+        others = kernel.outputs.rows - 1
+        known = (sums.known[0], *sums.more[:others], *sums.known[1:])
+        row_sums, *found = self.total(kernel, operands, known)
+        logs = (of_rows + row_sums.masked_fill(empty, 1).log()).masked_fill(empty, -torch.inf)
+        local = self.local(sums.columns) + found[others].log() if columns else sums.columns
+        return logs, local, (*found[:others], *sums.more[others:])
 
 
 @dataclass(frozen=True)
-class Gathered:
+class Gathered(Layout):
     """Every rank has all columns, gathered by differentiable verbs.
 
     A table of one tile is saved for backward; with more tiles, backward recomputes them.
-
-    Attributes:
-        axis: the ranks.
-        sizes: each rank's number of columns; None: all the same.
-        tile: the tile size.
-        comm_dtype: the dtype in which columns are sent.
-        backward_dtype: the dtype in which their gradients are sent.
     """
 
     axis: Axis
     sizes: tuple[int, ...] | None
+    """Each rank's number of columns; None: all the same."""
     tile: int
     comm_dtype: torch.dtype | None = None
     backward_dtype: torch.dtype | None = None
 
+    @override
     def spread(self, x: Tensor) -> Tensor:
-        """All ranks' columns."""
         if not x.is_floating_point():
             return all_gather(x, self.axis, sizes=self.sizes)
         return all_gather(
             x, self.axis, sizes=self.sizes, comm_dtype=self.comm_dtype, backward_dtype=self.backward_dtype
         )
 
+    @override
     def local(self, x: Tensor) -> Tensor:
-        """This rank's columns."""
         each = self.sizes or (len(x) // self.axis.size,) * self.axis.size
         return x[self.axis.slice(each)]
 
+    @override
     def log_sums(
-        self, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
+        self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> LogSums:
-        """The columns' values are reduced over the ranks, one number for each column."""
         of_rows, part, more = log_sums(kernel, rows, cols, self.tile, columns=columns)
         ones = of_rows.isfinite().to(of_rows.dtype)
         if part is None:
             return LogSums(of_rows, of_rows[:0], (ones,), more)
-        full = all_reduce(part, self.axis, op="logsumexp", dst=R)
+        full = all_reduce(part, self.axis, op="logsumexp", dst=R)  # one number for each column
         return LogSums(of_rows, full, (ones, (part - full).exp()), more)
 
+    @override
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
-        """The columns' sums are reduced to the rank that holds the column."""
         given = grouped(operands, kernel.counts)
         if self._is_one_tile(given[0], given[1]):
             with torch.autocast(operands[0].device.type, enabled=False):
-                found = kernel(*map(upcast, operands))
+                found = kernel.run(*map(upcast, operands))
         else:
             found = table_sum(TileWork(kernel, self.tile), operands, known)
         rows, cols, shared = grouped(found, kernel.outputs)
         local = [reduce_scatter(y, self.axis, sizes=self.sizes) for y in cols]
         return (*rows, *local, *shared)
 
+    @override
     def logs(
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """A single tile's logits are saved for backward; the communication is the same either way."""
+        # The communication is the same for one tile and for several.
         if not self._is_one_tile(rows, cols):
-            return _tiled_logs(self, kernel, rows, cols, columns=columns)
+            return super().logs(kernel, rows, cols, columns=columns)
         with torch.autocast(rows[0].device.type, enabled=False):
             s, more = kernel.logits(*map(upcast, rows), *map(upcast, cols))
         of_rows = log_sum(s, 1)
@@ -784,47 +621,42 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Passed:
-    """The columns travel around the ring of ranks.
+class Passed(Layout):
+    """The columns travel around the ring of ranks; their values and sums return to their rank."""
 
-    Attributes:
-        axis: the ranks.
-        sizes: each rank's number of columns.
-        tile: the tile size.
-        ring: sends the columns.
-    """
-
-    axis: Axis
-    sizes: tuple[int, ...]
     tile: int
     ring: RingPass
 
+    @override
     def spread(self, x: Tensor) -> Tensor:
-        """The local columns, unchanged."""
         return x
 
+    @override
     def local(self, x: Tensor) -> Tensor:
-        """The local columns, unchanged."""
         return x
 
+    @override
     def log_sums(
-        self, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
-    ) -> LogSums:
-        """The columns' values return to their rank."""
-        of_rows, of_cols, more = ring_log_sums(self.ring, kernel, rows, cols, self.tile, columns=columns)
-        known = [of_rows] if of_cols is None else [of_rows, of_cols]
-        ones = tuple(y.isfinite().to(y.dtype) for y in known)
-        return LogSums(of_rows, of_rows[:0] if of_cols is None else of_cols, ones, more)
-
-    def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
-        """One pass around the ring; the sums of the columns return to their rank."""
-        return table_sum(TileWork(kernel, self.tile, self.ring), operands, known)
-
-    def logs(
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
-    ) -> tuple[Tensor, Tensor, Tensors]:
-        """Two passes around the ring."""
-        return _tiled_logs(self, kernel, rows, cols, columns=columns)
+    ) -> LogSums:
+        found: list[Tensor] = []
+
+        def work(current: Sequence[Tensor]) -> list[Tensor]:
+            of_rows, of_cols, more = log_sums(kernel, rows, current, self.tile, columns=columns)
+            if found:
+                of_rows = torch.logaddexp(found[0], of_rows)
+                more = tuple(a + b for a, b in zip(found[1:], more, strict=True))
+            found[:] = [of_rows, *more]
+            return [] if of_cols is None else [of_cols]
+
+        local = self.ring.travel(tuple(cols), work, torch.logaddexp)
+        of_rows, *more = found
+        ones = tuple(y.isfinite().to(y.dtype) for y in (of_rows, *local))
+        return LogSums(of_rows, local[0] if local else of_rows[:0], ones, tuple(more))
+
+    @override
+    def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
+        return table_sum(TileWork(kernel, self.tile, self.ring), operands, known)
 
 
 Gather = Literal["all", "ring"]
@@ -840,43 +672,24 @@ _WHOLE_ON_CPU, _WHOLE_ELSEWHERE = 2**22, 2**24
 class LossInputs:
     """Checked arguments of a loss over the samples of all ranks.
 
-    Attributes:
-        op: the name of the loss.
-        axis: the ranks.
-        rows: this rank's number of samples.
-        sizes: each rank's number of samples; None: all the same.
-        total: the number of samples of all ranks.
-        numbers: the scale or temperature, and the bias.
+    The samples have one shape and dtype; `numbers`, such as a scale, are the same on every rank.
     """
 
     def __init__(
         self,
         op: str,
         samples: Mapping[str, Tensor],
+        numbers: Mapping[str, Number],
         axis: AxisLike,
-        *,
         sizes: SizesLike,
         dst: Convention,
         gather: Gather = "all",
         tile: int | None = None,
+        *,
         dims: tuple[int, ...] = (2,),
-        numbers: Mapping[str, Number] | None = None,
         extra: str = "",
     ) -> None:
-        """Check the arguments and, with sizes="auto", exchange the sizes.
-
-        Args:
-            op: the name of the loss.
-            samples: its tensors by name, of one shape and dtype.
-            axis: the ranks.
-            sizes: as in verbs.
-            dst: the type of the loss.
-            gather: "all" or "ring".
-            tile: the tile size; None: the default.
-            dims: the allowed numbers of dimensions.
-            numbers: real numbers that must be the same on every rank, such as a scale; compared if sizes="auto".
-            extra: text that is appended to the signature that the ranks compare.
-        """
+        """Check the arguments and, with sizes="auto", exchange the sizes, and compare the numbers and `extra`."""
         first = next(iter(samples.values()))
         self.op = op
         self._call = call = Call(op, first, axis)
@@ -886,9 +699,9 @@ class LossInputs:
             self._check(name, x, first, dims)
         self._gather = call.choose("gather", gather, {"all": "all", "ring": "ring"})
         self._tile = self._size(tile)
-        self.rows: int = first.shape[0]
-        self.numbers = {name: self._number(name, value) for name, value in (numbers or {}).items()}
-        self.sizes = self._counted(first, sizes, f"gather={gather!r}{extra}")
+        self.rows: int = first.shape[0]  # this rank's number of samples
+        self.numbers = {name: self._number(name, value) for name, value in numbers.items()}
+        self.sizes = self._counted(first, sizes, f"gather={gather!r}{extra}")  # None: all the same
         self.total: int = self.rows * self.axis.size if self.sizes is None else sum(self.sizes)
         if self.total == 0:  # every rank raises
             raise ArgumentError(
@@ -997,8 +810,7 @@ class LossInputs:
                 tile = max(tile, sum(each))
         if self._gather == "all" or compiling():
             return Gathered(self.axis, sizes, tile, comm_dtype, backward_dtype)
-        ring = RingPass.create(self.axis, each, comm_dtype, backward_dtype)
-        return Passed(self.axis, each, tile, ring)
+        return Passed(tile, RingPass.create(self.axis, each, comm_dtype, backward_dtype))
 
     def _number(self, name: str, value: Number) -> Number:
         one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()

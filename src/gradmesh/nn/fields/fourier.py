@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import pi, prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,6 @@ _STEPS = {
 }
 """The transforms along all dims but the last, and along the last."""
 
-_KINDS: dict[str, Any] = {
-    "fft": torch.fft.fft,
-    "ifft": torch.fft.ifft,
-    "rfft": torch.fft.rfft,
-    "irfft": torch.fft.irfft,
-}
-
 
 def transformed(kind: str, x: Tensor, dim: int, n: int | None = None, norm: Norm = None) -> Tensor:
     """`torch.fft.fft`, `ifft`, `rfft` or `irfft`, also of tensors without elements, which torch rejects.
@@ -45,7 +38,7 @@ def transformed(kind: str, x: Tensor, dim: int, n: int | None = None, norm: Norm
     torch.Size([0, 3])
     """
     if x.numel() or not x.shape[dim]:
-        made: Tensor = _KINDS[kind](x, n, dim=dim, norm=norm)
+        made: Tensor = getattr(torch.fft, kind)(x, n, dim=dim, norm=norm)
         return made
     size = x.shape[dim] if n is None else n
     if kind == "rfft":

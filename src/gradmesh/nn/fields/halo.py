@@ -52,7 +52,12 @@ class Cut:
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Each rank's rows as half-open intervals."""
-        return tuple(pairwise(accumulate(self.sizes, initial=0)))
+        return _in_a_row(self.sizes)
+
+
+def _in_a_row(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Consecutive half-open intervals of these sizes."""
+    return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def cut_of(verb: str, x: Tensor, axis: AxisLike, dim: int, sizes: SizesLike) -> Cut:
@@ -106,16 +111,9 @@ def shares(sizes: Sequence[int], outputs: int, up: int = 1, down: int = 1) -> tu
 def window(
     x: Tensor, cut: Cut, needs: Sequence[tuple[int, int]], wrap: bool = False
 ) -> tuple[Tensor, tuple[int, int]]:
-    """The rows of the full field that this rank needs, by halo exchange.
+    """The rows of the full field that this rank needs, by halo exchange, and how many are missing on either side.
 
-    Args:
-        x: the local rows.
-        cut: how they are sharded.
-        needs: the rows that each rank needs, as half-open intervals, which may extend beyond the ends.
-        wrap: True if the field is periodic.
-
-    Returns:
-        The existing rows, and how many are missing on either side.
+    `needs` are each rank's rows as half-open intervals, which may extend beyond the ends, where `wrap` continues.
     """
     left = right = 0
     for span, need in zip(cut.spans, needs, strict=True):
@@ -154,10 +152,7 @@ def empty_output(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) ->
 class Taps:
     """A kernel along one dim: output j takes the rows `j * stride - left + i * dilation`, i = 0 ... kernel - 1.
 
-    Attributes:
-        kernel, stride, dilation: as in `torch.nn.Conv1d`.
-        left, right: the padding on either side.
-        ceil: `ceil_mode` of `torch.nn.MaxPool1d`: a last window may extend beyond the padding.
+    `ceil` is `ceil_mode` of `torch.nn.MaxPool1d`: a last window may extend beyond the padding.
     """
 
     kernel: int
@@ -198,18 +193,9 @@ def each_dim(value: int | Sequence[int], dims: int, least: int = 0) -> tuple[int
 def slid(
     verb: str, x: Tensor, cuts: Sequence[Cut], taps: Sequence[Taps], mode: str = "zeros"
 ) -> tuple[Tensor, list[tuple[int, int]], list[int]]:
-    """The rows that this rank's outputs need.
+    """The rows that this rank's outputs need, including padding along sharded dims unless mode is "zeros".
 
-    Args:
-        verb: the operator's name, for errors.
-        x: the local rows, (n, c, ...).
-        cuts: how they are sharded.
-        taps: of each spatial dim.
-        mode: `padding_mode` of `torch.nn.Conv1d`.
-
-    Returns:
-        The rows, including padding along sharded dims unless mode is "zeros"; the missing padding on either side of
-        each spatial dim; the local number of outputs along each.
+    Then, for each spatial dim, the missing padding on either side, and the local number of outputs.
     """
     if x.dim() != len(taps) + 2 or any(cut.dim < 2 for cut in cuts):
         Call(verb, x, cuts[0].axis).fail(
@@ -239,10 +225,8 @@ def slid(
             counts.append(count)
             pads.append((tap.left, max(tap.right, tap.needs(0, count)[1] - rows)))
             continue
-        each, needs, begin = tap.shares(cut.sizes), [], 0
-        for share in each:
-            needs.append(tap.needs(begin, begin + share))
-            begin += share
+        each = tap.shares(cut.sizes)
+        needs = [tap.needs(*span) for span in _in_a_row(each)]
         counts.append(each[cut.axis.rank])
         if mode in ("reflect", "replicate"):
             x, missing = _continued(x, cut, needs, mode), (0, 0)
@@ -301,14 +285,7 @@ def replicated(parameters: tuple[Tensor, ...], axes: Sequence[AxisLike]) -> tupl
 
 
 class Halo(nn.Module):
-    """Base class of convolutions of sharded fields.
-
-    Attributes:
-        over: the `axis` argument.
-        dim: the sharded dim, or dims.
-        rows: each rank's rows.
-        replicated: True if the layer sums its parameters' gradients over the ranks.
-    """
+    """Base class of convolutions of sharded fields; `over` is the `axis` argument, `rows` each rank's rows."""
 
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -938,13 +915,9 @@ def interpolate(
 def _along(x: Tensor, dim: int, grid: _Grid, cut: Cut | None) -> Tensor:
     first, last, begin = 0, grid.outputs, 0
     if cut is not None:
-        own, needs, low = shares(cut.sizes, grid.outputs, grid.outputs, grid.rows), [], 0
-        for share in own:
-            needs.append(grid.needs(low, low + share))
-            low += share
-        rank = cut.axis.rank
-        first, begin = sum(own[:rank]), needs[rank][0]
-        last = first + own[rank]
+        own = _in_a_row(shares(cut.sizes, grid.outputs, grid.outputs, grid.rows))
+        needs = [grid.needs(*span) for span in own]
+        (first, last), begin = own[cut.axis.rank], needs[cut.axis.rank][0]
         x, _ = window(x, cut, needs)
         if first == last:
             return empty_output(x, (*x.shape[:dim], 0, *x.shape[dim + 1 :]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -198,11 +199,8 @@ def narrowed_sizes(sizes: Sequence[int], start: int, length: int) -> tuple[int, 
         >>> gm.nn.fields.narrowed_sizes((3, 0, 4), 2, 3)
         (1, 0, 2)
     """
-    found, begin = [], 0
-    for size in sizes:
-        found.append(max(min(begin + size, start + length) - max(begin, start), 0))
-        begin += size
-    return tuple(found)
+    spans = pairwise(accumulate(sizes, initial=0))
+    return tuple(max(min(end, start + length) - max(begin, start), 0) for begin, end in spans)
 
 
 def narrow_copy(
@@ -293,13 +291,8 @@ class SpectralNorm(nn.Module):
         cut: Literal["rows", "columns"],
     ) -> None:
         super().__init__()
-        self.over, self.n_power_iterations, self.eps, self.first, self.cut = (
-            axis,
-            n_power_iterations,
-            eps,
-            dim,
-            cut,
-        )
+        self.over, self.n_power_iterations, self.eps = axis, n_power_iterations, eps
+        self.first, self.cut = dim, cut
         here, local = resolve(axis, "nn.fields.spectral_norm"), self._matrix(weight.detach())
         both, cut_dim = list(local.shape), 0 if cut == "rows" else 1
         self._each = each = tuple(sizes(local, here, cut_dim))
@@ -363,11 +356,6 @@ class SpectralNorm(nn.Module):
 
         Keys may be those of torch's parametrization or of `torch.nn.utils.spectral_norm` (`weight_orig`, `weight_u`,
         `weight_v`); a full weight and full vectors are sharded.
-
-        Args:
-            name: of the parameter.
-            state: the state dict.
-            prefix: of the module's keys.
         """
         keys = f"{prefix}parametrizations.{name}."
         older = {f"{prefix}{name}_orig": "original"}

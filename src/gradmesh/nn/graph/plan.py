@@ -21,7 +21,7 @@ from torch import Tensor
 from gradmesh._torch import is_fake, modes_active
 from gradmesh.autograd.pending import Pending
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
-from gradmesh.nn.inputs import agree, checksum, device_of_root, fingerprint
+from gradmesh.nn.inputs import agree, checksum, device_of_root, fingerprint, outside
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -40,14 +40,7 @@ Fail = Callable[[str, str, str, str], NoReturn]
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Edges in local row indices.
-
-    Attributes:
-        edge_index: sources and targets, shape (2, edges); local rows come first, then remote rows.
-        edges: the indices of these edges in the given list, in rising order.
-        interior: indices into `edge_index` of the edges with both ends in local rows.
-        boundary: indices into `edge_index` of the other edges.
-    """
+    """Edges in local row indices, where local rows come first, then remote rows; see `GraphPlan`."""
 
     edge_index: Tensor
     edges: Tensor
@@ -74,11 +67,11 @@ def checked_edges(edges: object, nodes: int | tuple[int, int], fail: Fail) -> Te
         )
     ends = (nodes, nodes) if isinstance(nodes, int) else nodes
     for name, numbers, most in zip(("source", "target"), edges, ends, strict=True):
-        if numbers.numel() and (int(numbers.min()) < 0 or int(numbers.max()) >= most):
+        if wrong := outside(numbers, most):
             fail(
                 f"an edge's {name} is out of range",
                 f"0 <= {name} < {most}",
-                f"{name}s from {int(numbers.min())} to {int(numbers.max())}",
+                f"{name}s {wrong}",
                 "use global node indices that start at 0",
             )
     return edges.long()
@@ -88,8 +81,8 @@ def picked_edges(edges: Tensor, count: int, refuse: Callable[..., NoReturn]) -> 
     """An index or a mask of a rank's edges, as an index; values are checked on a CPU only."""
     traced = compiling() or (isinstance(edges, Tensor) and is_fake(edges))
     valid = traced or is_table(edges, 1, INDEX)
-    if not traced and valid and edges.is_cpu and edges.numel() and not modes_active():
-        valid = int(edges.min()) >= 0 and int(edges.max()) < count
+    if not traced and valid and edges.is_cpu and not modes_active():
+        valid = not outside(edges, count)
     if not valid and not (is_table(edges, 1, (torch.bool,)) and edges.shape[0] == count):
         numbers = f" from {int(edges.min())} to {int(edges.max())}" if is_table(edges, 1, INDEX) else ""
         refuse(
@@ -408,10 +401,9 @@ class Rows(Bound):
             number = structures if compiling() else integer(structures)
             if number is None or number < 0:
                 self._fail_structures(call, "a tensor", structures)
-            if not compiling() and structure.is_cpu and not is_fake(structure) and structure.numel():
-                first, last = int(structure.min()), int(structure.max())
-                if first < 0 or last >= structures:
-                    self._fail_structures(call, f"indices from {first} to {last}", structures)
+            known = not compiling() and structure.is_cpu and not is_fake(structure)
+            if known and (wrong := outside(structure, structures)):
+                self._fail_structures(call, f"indices {wrong}", structures)
             part = added(x, structure, structures)
         return all_reduce(part, self.axis, dst=I)
 
@@ -639,7 +631,7 @@ def _are_rows(part: object, ranks: int) -> bool:
     limits = {"owner": ranks, "own": nodes, "remote": nodes, "by_rank": nodes, "places": nodes, "send": own}
     return (
         all(tuple(part[name].shape) == (ranks,) for name in _COUNTS)
-        and all(part[name].dim() == 1 and _within(part[name], most) for name, most in limits.items())
+        and all(part[name].dim() == 1 and not outside(part[name], most) for name, most in limits.items())
         and len(part["by_rank"]) == len(part["places"]) == int(part["counts"].sum()) == nodes
         and int(part["sent"].sum()) == len(part["send"])
         and int(part["received"].sum()) == remote
@@ -653,9 +645,9 @@ def _are_edges(part: object, rows: tuple[int, int]) -> bool:
         return False
     count = part["edge_index"].shape[1]
     return (
-        all(_within(ends, most) for ends, most in zip(part["edge_index"], rows, strict=True))
+        all(not outside(ends, most) for ends, most in zip(part["edge_index"], rows, strict=True))
         and tuple(part["edges"].shape) == (count,)
-        and all(part[name].dim() == 1 and _within(part[name], count) for name in ("interior", "boundary"))
+        and all(part[name].dim() == 1 and not outside(part[name], count) for name in ("interior", "boundary"))
         and len(part["interior"]) + len(part["boundary"]) == count
     )
 
@@ -669,10 +661,6 @@ def _are_tensors(part: object, names: Collection[str]) -> TypeGuard[Mapping[str,
         )
         and all(isinstance(each, Tensor) for each in part.values())
     )
-
-
-def _within(numbers: Tensor, most: int) -> bool:
-    return not numbers.numel() or (int(numbers.min()) >= 0 and int(numbers.max()) < most)
 
 
 def digest(state: Mapping[Any, Any]) -> str:
@@ -736,17 +724,12 @@ def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class GraphInput:
-    """Edges in global node indices, at least those that end at this rank's nodes.
-
-    Attributes:
-        pairs: sources and targets.
-        numbers: the indices of the edges in the given list.
-        whole: True if these are all edges of the graph.
-    """
+    """Edges in global node indices, at least those that end at this rank's nodes, and their numbers in the list."""
 
     pairs: Tensor
     numbers: Tensor
     whole: bool
+    """True if these are all edges of the graph."""
 
     def ending_at(self, nodes: Tensor, rows: Rows) -> GraphInput:
         """The edges that end at some nodes; a collective, unless every rank has all edges."""
@@ -786,11 +769,11 @@ def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
             shown(owner),
             f"pass e.g. owner=gm.nn.graph.by_count(nodes, {ranks}), by_space(...) or a custom assignment",
         )
-    if owner.numel() and (int(owner.min()) < 0 or int(owner.max()) >= ranks):
+    if wrong := outside(owner, ranks):
         fail(
             "owner has ranks out of range",
             f"0 <= rank < {ranks}",
-            f"ranks from {int(owner.min())} to {int(owner.max())}",
+            f"ranks {wrong}",
             f"partition the graph into {ranks} parts, gm.world_size(axis)",
         )
     return owner.to(torch.int64, copy=True)  # the caller may overwrite the argument
