@@ -132,8 +132,8 @@ def check_script(
             verdict.seconds["checked"] += longer.seconds
             seen = longer.tapes
             together, more = brought_together(seen)
-        at = averages_values(seen) if sends_nothing(found.tapes) else None
-        if together or (seen is not found.tapes and at is not None):
+        if together:
+            at = averages_values(seen) if sends_nothing(found.tapes) else None
             note = (
                 f"each rank steps along its own gradient, and {'later' if at is None else f'at {at}'} the ranks bring "
                 "together what they have: these are taken for local steps, whose gradients are not compared"
