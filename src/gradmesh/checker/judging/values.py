@@ -322,6 +322,28 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
     return found[:1]
 
 
+def copies_part(tapes: Sequence[Tape | None]) -> list[Finding]:
+    """Parameters that are the same on ranks, with the same gradient, and that any later step makes different ones."""
+    there = [tape for tape in tapes if tape is not None]
+    for tape in there:
+        label_stepped(tape)
+    for steps in zip(*map(_steps, there), strict=False) if len(there) == len(tapes) else ():
+        for group in _copies(steps):
+            after = [
+                (rank, param.after) for rank, param in group if param.after is not None and not param.whole
+            ]
+            if len(after) == len(group) and not all(near(x, after[0][1], 1e-5) for _, x in after):
+                rank, name = group[0][0], group[0][1].name
+                said = (
+                    f"{name} is the same on ranks {_numbers([r for r, _ in group])} before a step and gets the same "
+                    f"gradient, and is not the same after it: {held_on(name, after)}"
+                )
+                remedy = "Load the optimizer's state on every rank that steps a copy of the parameter, or broadcast it."
+                place = with_text(there[rank].places, steps[rank].site)
+                return [finding("GM201", said, place, None, [r for r, _ in group], name, remedy)]
+    return []
+
+
 def drifted_later(context: Context, following: Sequence[Segment]) -> list[Finding]:
     """Parameters that ranks have in common, and that not every rank steps itself: one before a step, and not after."""
     for later in following:
