@@ -43,6 +43,7 @@ from gradmesh.checker.judging.values import (
     overwritten_steps,
     parted,
     parted_by_closure,
+    parted_by_writing,
     same_data,
     sends_nothing,
     settings_apart,
@@ -266,6 +267,10 @@ def judged(
             notes.append(
                 f"no step was seen on rank {', '.join(idle)}: nothing is said of the others' gradients"
             )
+        if not any(tape.steps for tape in there) and not found:
+            by_writing, more_notes = parted_by_writing(there)
+            found += by_writing
+            notes += more_notes
         if not any(tape.steps for tape in there) and not found:
             notes.append("no step of an optimizer was seen: nothing is said of gradients")
     steps = min((tape.steps for tape in there), default=0)
