@@ -48,11 +48,7 @@ def main() -> None:
 
 
 def commands() -> click.Group:
-    """Build the command line.
-
-    Raises:
-        MissingExtraError: the extra `cli` is not installed.
-    """
+    """Build the command line."""
     require("cli", "cli")
     import click
 

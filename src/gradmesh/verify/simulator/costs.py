@@ -277,11 +277,7 @@ class CostModel:
 
 
 class Links:
-    """The links of all ranks, and until when they are busy.
-
-    Args:
-        model: the cost of a call; None: 0.
-    """
+    """The links of all ranks, and until when they are busy."""
 
     def __init__(self, model: CostModel | None) -> None:
         self.model = model
@@ -378,13 +374,7 @@ class WallClock(Clock):
 
 
 class VirtualClocks(Clock):
-    """A clock for each rank, which advances while that rank runs, and is set forward when it has waited.
-
-    Args:
-        size: the number of ranks.
-        compute: the factor of a rank's computation time; 0 counts communication only, which makes the times
-            reproducible.
-    """
+    """A clock for each rank, which advances while that rank runs, and is set forward when it has waited."""
 
     def __init__(self, size: int, compute: float) -> None:
         self._compute = compute

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
+from tools.pages import machine
 
 RANKS, TOKENS, WIDTH = 4, 6, 4
 WRAPPERS = ("none", "DDP", "FSDP1", "FSDP2")
@@ -219,3 +222,40 @@ def tensor_parallel(mask: Tensor) -> float:
 def tensor_parallel_masks() -> dict[str, Tensor]:
     """Those of `MASKS` that leave the first two ranks a token."""
     return {name: mask for name, mask in MASKS.items() if mask[0, :2].any()}
+
+
+def table() -> str:
+    """The table, in Markdown."""
+    lines = [
+        f"{machine()}, {RANKS} ranks on shm\n",
+        f"| mesh | micro-batches | mask | {' | '.join(WRAPPERS)} |",
+        f"|---|---|---|{'---|' * len(WRAPPERS)}",
+    ]
+    with gm.Ranks(RANKS, backend="shm") as ranks:
+        for mesh, sizes in MESHES.items():
+            for steps in (1, 3):
+                for name, mask in MASKS.items():
+                    cells = [
+                        max(found for found, _ in ranks.run(on_rank, wrapper, sizes, mask, steps))
+                        for wrapper in WRAPPERS
+                    ]
+                    shown = " | ".join(f"{cell:.0e}" for cell in cells)
+                    lines.append(f"| {mesh} | {steps} | {name} | {shown} |")
+        for name, mask in tensor_parallel_masks().items():
+            cell = f"{max(ranks.run(tensor_parallel, mask)):.0e}"
+            lines.append(f"| data 2 x tensor 2 | 1 | {name} | | {cell} | | |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
+    """Compare the gradients of `gm.objective` with one process; print the table, or write it into the page."""
+    text = table()
+    print(text)
+    if into is not None:
+        above, _, _ = into.read_text().rpartition("\ntorch ")
+        into.write_text(f"{above}\n{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,9 @@ Events are those of one rank going backward in one optimizer step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -93,3 +95,33 @@ def deviation(one: list[list[Tensor]], other: list[list[Tensor]]) -> float:
         for mine, theirs in zip(one, other, strict=True)
         for a, b in zip(mine, theirs, strict=True)
     )
+
+
+def table() -> str:
+    """What is sent, in Markdown."""
+    lines = [
+        "| parameters | micro-batches | messages without | with | bytes without | with | with / without | deviation |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model in MODELS:
+        for k in MICRO_BATCHES:
+            (many, much, plain), (few, little, ours) = counted(model, k, False), counted(model, k, True)
+            lines.append(
+                f"| {model} | {k} | {many} | {few} | {much:,} | {little:,} | {little / much:.4f} | "
+                f"{deviation(ours, plain):.0e} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
+    """Count what accumulation sends with and without `gm.no_sync`; print it, or write it into the page."""
+    text = table()
+    print(text)
+    if into is not None:
+        above, _, _ = into.read_text().rpartition("\n| parameters |")
+        into.write_text(f"{above}\n{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
