@@ -508,20 +508,22 @@ def test_the_fused_attention_of_a_cpu_gives_the_logsumexp_and_takes_that_of_more
     whole = scores.softmax(-1) @ leaves[2]
     gradients = torch.autograd.grad(whole, leaves, grad)
     lse = scores.detach().logsumexp(-1)
-    out, found = _torch.flash_forward(q, k, v, False, 0.3)
+    kernel = _torch.fused_attention(q, k, v, False)
+    assert kernel is not None
+    out, found = kernel.forward(q, k, v, False, 0.3)
     assert torch.allclose(out, whole, atol=1e-14)
     assert torch.allclose(found, lse, atol=1e-14)
     parts = [
-        _torch.flash_backward(grad, q, k[:, :, part], v[:, :, part], whole.detach(), lse, False, 0.3)
+        kernel.backward(grad, q, k[:, :, part], v[:, :, part], whole.detach(), lse, diagonal=False, scale=0.3)
         for part in (slice(0, 5), slice(5, 9))
     ]
     joined = parts[0][0] + parts[1][0], *(torch.cat([part[n] for part in parts], 2) for n in (1, 2))
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(joined, gradients, strict=True))
-    below, _ = _torch.flash_forward(q, k, v, True, 0.3)
+    below, _ = kernel.forward(q, k, v, True, 0.3)
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     assert torch.allclose(below, scores.masked_fill(~seen, -torch.inf).softmax(-1) @ leaves[2], atol=1e-14)
-    assert not _torch.flash_takes(q, k[:, :, :0], v[:, :, :0])  # which would end the process
-    assert not _torch.flash_takes(q, k, v[..., :2])
+    assert _torch.fused_attention(q, k[:, :, :0], v[:, :, :0], False) is None  # it would end the process
+    assert _torch.fused_attention(q, k, v[..., :2], False) is None
 
 
 def _fsdp_tells() -> dict[str, Any]:
