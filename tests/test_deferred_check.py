@@ -137,12 +137,8 @@ def test_a_rank_that_does_not_run_a_backward_is_named_before_any_step() -> None:
 
 
 @pytest.mark.processes
-def test_ranks_may_step_between_different_backward_calls(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_may_step_between_different_backward_calls() -> None:
     assert launched(outcome, programs.steps_elsewhere) == 2 * [("", "", ANY, True)]
-    said = capfd.readouterr().err
-    assert said.count("an optimizer steps while another rank has made one more backward call") == 1
-    assert "rank 0: steps, at " in said
-    assert "rank 1: all_reduce(dst=gm.R) of float32[4] at " in said
 
 
 @pytest.mark.processes

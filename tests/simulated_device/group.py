@@ -22,13 +22,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from tests.simulated_device.device import NAME, core, is_simulated, raw
+from tests.simulated_device.device import NAME, core, is_simulated, launch, raw
 
 __all__ = ["ALONE", "BACKEND", "SimulatedGroup", "register"]
 
 BACKEND, ALONE = "simulated", "simulated_alone"
 """The backend for CPU tensors and device tensors, and the one for device tensors alone."""
 
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+}
+"""Those of NCCL, which has no complex ones."""
 
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs know none of what torch calls
@@ -86,6 +91,9 @@ class SimulatedGroup(_ProcessGroup):
             assert not any(map(is_simulated, tensors))
             call = getattr(self._host, name)
             return call(tensors, *others) if listed else call(*tensors, *others)
+        for x in tensors:
+            if x.dtype not in _DTYPES:
+                raise TypeError(f"a tensor's dtype is not supported by the process group: {x.dtype}")
         self.launched[name] += 1
         stream = self._collectives if stream is None else stream
         memory, seconds, gloo = [raw(x) for x in tensors], self.seconds, getattr(self._device, name)
@@ -100,7 +108,7 @@ class SimulatedGroup(_ProcessGroup):
             (gloo(memory, *others) if listed else gloo(*memory, *others)).wait()
 
         core().block(stream, core().mark(core().current_stream()))
-        core().launch(stream, kernel)
+        launch(kernel, stream)
         return SimulatedWork(stream)
 
     def _matches(self, name: str, memory: list[Tensor], others: Any) -> bool:

@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the number of findings decides the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.attack", description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--backend", default="threads", help="threads, shm or gloo")
+    parser.add_argument("--backend", default="threads", help="threads, shm, gloo or simulated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
     parser.add_argument("--ranks", default="2..4", help="the least and the largest number of ranks")
@@ -175,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=0.0,
         help="the share of the calls in a Function with a backward by hand",
     )
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds before each kernel of the device")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, help="a folder for the findings, each as a file")
     given = parser.parse_args(arguments)
@@ -187,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             number = text.split(":", 1)[0].rpartition(" ")[2]
             (given.write / f"{given.backend}_{given.seed}_{number}.py").write_text(text)
 
-    with Pools(given.backend, given.patience) as pools:
+    with Pools(given.backend, given.patience, given.delay) as pools:
         summary = attack(
             given.programs,
             pools,

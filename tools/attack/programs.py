@@ -28,8 +28,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 def leaf(seed, shape, dtype=torch.float64, grad=True):
-    data = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-    return (0.7 * data).requires_grad_(grad)
+    data = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return (0.7 * data).to(torch.get_default_device()).requires_grad_(grad)
 
 def lay_out():
     gm.mesh(rows=2, cols=2)

@@ -18,7 +18,10 @@ from gradmesh.runtime.state import rank_state
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, expected
 from tools.attack.meanings import Invalid
-from tools.attack.programs import HEADER, Program, source
+from tools.attack.programs import HEADER, Program, Region, source
+
+DEVICE = "simulated"
+"""The backend that is the simulated device of the tests."""
 
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
@@ -71,7 +74,7 @@ def _lay_out() -> None:
 
 def plain(x: Tensor) -> Tensor:
     """The numbers of a tensor; torch has zeros without memory, which forward mode makes."""
-    return torch.zeros(x.shape, dtype=x.dtype) if x._is_zerotensor() else x.detach()
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x._is_zerotensor() else x.detach().cpu()
 
 
 def on_rank(text: str) -> Outcome:
@@ -83,30 +86,66 @@ def on_rank(text: str) -> Outcome:
     state = rank_state()
     try:
         out = names["on_each_rank"]()
-        return {name: None if x is None else plain(x) for name, x in out.items()}
+        found = {name: None if x is None else plain(x) for name, x in out.items()}
+        if state.deferred_check is not None:
+            state.deferred_check.flush()
+        return found
     except Exception as error:
+        if state.deferred_check is not None and not isinstance(error, gm.GradmeshError):
+            error = state.deferred_check.verdict(error) or error  # of a kernel whose group was aborted
         state.started.abandon()  # the program ends here
         return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
     finally:
         state.mesh = state.mesh_world = state.of_thread.chain = None
 
 
-class Pools:
-    """Ranks of one backend that live on from program to program, also after one that failed."""
+def on_device(text: str, delay: float) -> Outcome:
+    """The same on the simulated device of the tests, with a delay before each kernel."""
+    from tests import simulated_device
 
-    def __init__(self, backend: str, patience: float = PATIENCE) -> None:
+    found: list[Outcome] = []
+    try:
+        simulated_device.on_device(lambda: found.append(on_rank(text)), delay=delay)
+    except RuntimeError:
+        if not found or not isinstance(found[0], Failure):  # else of kernels whose group was aborted
+            raise
+    return found[0]
+
+
+class Pools:
+    """Ranks of one backend that live on from program to program, also after one that failed.
+
+    Args:
+        backend: as for `gradmesh.launch`; `DEVICE`: the simulated device of the tests.
+        patience: seconds that a program may take.
+        delay: of the device: seconds before each kernel.
+    """
+
+    def __init__(self, backend: str, patience: float = PATIENCE, delay: float = 0.0) -> None:
         self.backend = backend
         self._patience = patience
+        self._delay = delay
         self._pools: dict[int, gm.Ranks] = {}
 
     def run(self, program: Program) -> list[Outcome]:
         """Run a program on its ranks."""
         pool = self._pools.get(program.ranks)
         if pool is None:
+            backend: Any = self.backend
+            if self.backend == DEVICE:
+                from tests.simulated_device import POOL, build
+
+                build.module()  # before a rank has to wait for it
+                backend = POOL
             pool = self._pools[program.ranks] = gm.Ranks(
-                program.ranks, self.backend, timeout=self._patience, prefix=False
+                program.ranks, backend, timeout=self._patience, prefix=False
             )
-        return pool.run(on_rank, source(program))
+        if self.backend != DEVICE:
+            return pool.run(on_rank, source(program))
+        outcomes = pool.run(on_device, source(program), self._delay)
+        if any(isinstance(one, Failure) for one in outcomes):
+            self.end(program.ranks)  # a deferred error ends the use of the groups
+        return outcomes
 
     def end(self, ranks: int) -> None:
         """End those that run programs of so many ranks."""

@@ -197,8 +197,8 @@ class Log:
         checker.threads.add(threading.get_ident())
         self.entries.append(check)
         self.last = check
-        if check.recorded is not None:
-            check.recorded.logged = self.made
+        if (recorded := check.recorded) is not None:
+            recorded.logged, recorded.site = self.first + len(self.entries), check.site
         if check.ahead and (kind := check.kind) not in self._met:
             self._met.add(kind)
             checker.flush([self])
@@ -1048,7 +1048,7 @@ class Hub:
     def _may_step(self, rank: int, peer: _Peer) -> bool:
         assert peer.stepping is not None
         patient = time.monotonic() - peer.stepping < _STEP
-        for name, group in self._groups.items():
+        for group in self._groups.values():
             if rank not in group.streams:
                 continue
             if group.failed:
@@ -1056,15 +1056,10 @@ class Hub:
             made = group.count(rank)
             if group.agreed < made:
                 return False
-            for other in group.members:
-                stream = group.streams.get(other)
-                if stream is None or group.count(other) <= made:
-                    if patient and self._is_awaited(other, rank):
-                        return False
-                elif self._peers[other].steps < peer.steps and any(
-                    flags >> _ORIGIN for flags in stream.part(stream.flags, made, stream.count)
-                ):
-                    self._notice_step(name, rank, other)
+            if patient and any(
+                group.count(other) <= made and self._is_awaited(other, rank) for other in group.members
+            ):
+                return False
         return True
 
     def _is_awaited(self, other: int, rank: int) -> bool:
@@ -1164,26 +1159,6 @@ class Hub:
             self._fail(ranks, answers, {"hang": problem, "axis": axis, "words": lines})
 
         self._table(waits, then)
-
-    def _notice_step(self, name: str, rank: int, other: int) -> None:
-        """Have a rank print that it steps while another one has made a backward call more, once for each pair."""
-        key = f"step of {rank} before {other} on {name}"
-        if key in self._noticed:
-            return
-        self._noticed.add(key)
-
-        def then(answers: dict[int, Message]) -> None:
-            if len(answers) == 2:
-                text = message(
-                    "an optimizer steps while another rank has made one more backward call",
-                    op="check",
-                    got=f"rank {rank}: steps, {answers[rank]['where']}\nrank {other}: {answers[other]['words'][0]}",
-                    remedy="nothing, if the ranks step at different places on purpose; otherwise use the result on "
-                    "every rank or run the step inside `with gradmesh.ordered():`",
-                )
-                self._send(rank, {"notice": text})
-
-        self._ask({rank: [], other: [(name, self._groups[name].count(rank))]}, then)
 
     def _notice(self, waits: dict[int, dict[str, list[int]]]) -> None:
         """Have one rank print who waits for whom, once for each call that is waited for."""

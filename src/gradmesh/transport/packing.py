@@ -39,13 +39,21 @@ CARRIED = frozenset(
         torch.complex128,
     }
 )
-"""The dtypes that every backend of torch.distributed sends. Any other (int16, float8, ...) is sent as bytes."""
+"""The dtypes that every backend of torch.distributed can add. Any other (int16, float8, ...) is sent as bytes."""
+
+_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def sent_as(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a backend is given: complex numbers, which NCCL lacks, are pairs of real ones, others bytes."""
+    return _PAIRS.get(dtype, dtype) if dtype in CARRIED else torch.uint8
 
 
 def flat_memory(x: Tensor) -> Tensor:
-    """The memory of a dense tensor as a flat buffer of a dtype in `CARRIED`."""
+    """The memory of a dense tensor as a flat buffer that every backend can send."""
     one = flattened(x)
-    return one if one.dtype in CARRIED else one.view(torch.uint8)
+    kind = sent_as(one.dtype)
+    return one if kind is one.dtype else one.view(kind)
 
 
 def with_memory(flat: Tensor) -> Tensor:

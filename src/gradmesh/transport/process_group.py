@@ -50,7 +50,7 @@ from gradmesh.transport.call_checks import (
     refusal_text,
     signed,
 )
-from gradmesh.transport.packing import CARRIED, flat_memory, with_memory
+from gradmesh.transport.packing import CARRIED, flat_memory, sent_as, with_memory
 
 _TAG = 7103
 """Separates these messages from those that users send on the same group."""
@@ -217,7 +217,7 @@ def exchange_memory(
     out: Tensor, flat: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> None:
     """Exchange between dense buffers of any dtype; the counts are elements of it."""
-    width = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
+    width = flat.dtype.itemsize // sent_as(flat.dtype).itemsize
     dist.all_to_all_single(
         flat_memory(out),
         flat_memory(with_memory(flat)),
@@ -311,7 +311,7 @@ class TorchGroup(GroupTransport):
             return super().sum_and_scatter(flat, counts, shape, even=even)
         self._agree()
         out = self.room(flat, shape)
-        _reduce_scatter(flat_memory(out), with_memory(flat), group=self.axis.group)
+        _reduce_scatter(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
     def sum(self, x: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ class TorchGroup(GroupTransport):
         if self._directly(x):
             return super().sum(x)
         out = self.copy(x)
-        dist.all_reduce(out, group=self.axis.group)
+        dist.all_reduce(flat_memory(out), group=self.axis.group)
         return out
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
@@ -336,7 +336,7 @@ class TorchGroup(GroupTransport):
         if got is not None:
             return _as(got, x).sum(0, dtype=x.dtype) if at_root else x.new_zeros(x.shape)
         out = self.copy(x)
-        dist.reduce(out, group_dst=root, group=self.axis.group)
+        dist.reduce(flat_memory(out), group_dst=root, group=self.axis.group)
         # Backends leave partial sums on the other ranks.
         return out if at_root else out.zero_()
 
