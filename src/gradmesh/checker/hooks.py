@@ -571,6 +571,9 @@ class _Watcher:
             self._take(held, manual=True)
             if self._step is not None:
                 self._step.by_gradients = of_gradient
+                with to.unseen():
+                    for param, p in zip(self._step.params, held, strict=True):
+                        param.copied = to.modules.is_copied(p)
             self._written = {address_of(p): (at, p) for at, p in enumerate(held)}
             self._written.pop(address_of(x), None)
             to.forget()

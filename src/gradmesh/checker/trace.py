@@ -367,6 +367,7 @@ class Param:
         share: the same, where it may be that of a mean over ranks.
         changed: what else was done to it.
         settings: of the optimizer; None where the program steps by itself.
+        copied: whether the program steps it by itself, and another parameter has the same value.
     """
 
     name: str
@@ -382,6 +383,7 @@ class Param:
     share: float = 1.0
     changed: Changed | None = None
     settings: Settings | None = None
+    copied: bool = False
 
 
 @dataclass(slots=True)
@@ -983,6 +985,13 @@ class Modules:
         if p is not None and p.requires_grad:
             self.registered.setdefault(p, len(self.registered))
             self.at[address_of(p)] = weakref.ref(p)
+
+    def is_copied(self, p: Tensor) -> bool:
+        """Whether another parameter, which a module has got, has the same value: a step of one may be a trial."""
+        others = (x for x in self.registered if x is not p and x.shape == p.shape and x.numel() > 1)
+        return any(
+            torch.equal(local_part(x), local_part(p)) and bool((x != x.flatten()[0]).any()) for x in others
+        )
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         if not self._stack and not any(root() is module for root in self._roots):

@@ -251,6 +251,13 @@ def judged(
         for number, segment in enumerate(every, 1):
             if not segment.whole:
                 continue
+            copied = [p.name for steps in segment.steps for step in steps for p in step.params if p.copied]
+            if copied:
+                notes.append(
+                    f"step {number} is written by hand, and another parameter has the value of {copied[0]}: it is "
+                    "taken for a trial of a copy, and is not checked"
+                )
+                continue
             more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
             if segment.manual_calls and not more:
                 more = parted(there, segment, every[number : number + 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -1012,7 +1011,10 @@ def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
 def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]:
     """Whether ranks bring parameters nearer to one another after steps of their own, and what is wrong with how."""
     some, there = False, [tape for tape in tapes if tape is not None]
-    for now, then in itertools.pairwise(zip(*map(_steps, there), strict=False)):
+    rows = list(zip(*map(_steps, there), strict=False))
+    every = ((now, rows[at:]) for at, now in enumerate(rows, 1))
+    pairs = ((now, [row for row in others if row[0].optimizer == now[0].optimizer]) for now, others in every)
+    for now, then in ((now, others[0]) for now, others in pairs if others):
         after = [
             {p.name: p.after for p in step.params if p.after is not None and not p.whole} for step in now
         ]
