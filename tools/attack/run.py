@@ -18,7 +18,7 @@ from gradmesh.runtime.state import rank_state
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, expected
 from tools.attack.meanings import Invalid
-from tools.attack.programs import HEADER, Program, Region, source
+from tools.attack.programs import HEADER, Program, source
 
 DEVICE = "simulated"
 """The backend that is the simulated device of the tests."""
