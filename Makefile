@@ -2,6 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
+# A file at a time, the longest first (tests/conftest.py); a third worker uses the cores while others wait.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# The tests are compiled once, not by each worker and each rank that imports them.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test quick torch python lint docs site sweep bench modes attack attack-jax attack-check clean
 
@@ -9,7 +13,7 @@ demo: .venv/ready
 	$(BIN)/gradmesh demo
 
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest $(PARALLEL) -m "not slow"
 
 # The laws, the transports, the imports, the public API, and a few tests of each tool.
 QUICK := laws transport public_api first_import errors report versions axis structure autodiff_modes agreement edges \
@@ -21,11 +25,11 @@ quick: .venv/ready
 
 # The tests on another torch: `make torch VERSION=2.11.0`, in an environment of its own (several GB with CUDA's parts).
 torch: .venv-$(VERSION)/ready
-	.venv-$(VERSION)/bin/pytest -n 2 --dist loadfile -m "not slow" --junitxml build/torch-$(VERSION).xml
+	.venv-$(VERSION)/bin/pytest $(PARALLEL) -m "not slow" --junitxml build/torch-$(VERSION).xml
 
 # The tests on another Python: `make python VERSION=3.13`, in an environment of its own, with the torch of constraints.txt.
 python: .venv-py$(VERSION)/ready
-	.venv-py$(VERSION)/bin/pytest -n 2 --dist loadfile -m "not slow"
+	.venv-py$(VERSION)/bin/pytest $(PARALLEL) -m "not slow"
 
 # The long form of the law tests: more ranks, more dtypes, more random cases.
 sweep: .venv/ready

@@ -19,8 +19,38 @@ from tests.warm_ranks import Processes
 
 pytest.register_assert_rewrite("tests.contract")
 
+LONGEST = (
+    "test_objective",
+    "test_shm_backend",
+    "test_laws",
+    "test_docs",
+    "test_torch_lacks_a_name",
+    "test_contract_on_processes",
+    "test_own_backends",
+    "test_transport",
+    "test_direct_calls",
+    "test_typing",
+    "test_compat_function",
+    "test_contrastive",
+    "test_simulated_device",
+    "test_no_sync",
+    "test_scripts",
+    "test_graph_plan",
+    "test_clipping",
+    "test_zoo",
+    "test_compile",
+)
+"""The files that take longest, in the order in which they begin: one that began last would keep one core alone."""
+
 Run = Callable[..., list[Any]]
 Worlds = Callable[..., World]
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has ordered them by the parameters of fixtures
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; the workers take files in this order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,6 +30,7 @@ __all__ = [
     "returned_early",
     "right",
     "stepped",
+    "steps_elsewhere",
     "without_the_hub",
 ]
 
@@ -103,6 +104,25 @@ def late_joiner(done: list[bool]) -> None:
     y = gm.all_reduce(torch.ones(4, requires_grad=gm.rank() == 0), dst=gm.R)
     (y * weight).sum().backward()
     optimizer.step()
+    done[0] = True
+
+
+def steps_elsewhere(done: list[bool]) -> None:
+    """Rank 0 steps between two backward calls, rank 1 after both; in the end rank 0 is busy before its step."""
+    optimizer = _optimizer()
+    weight = torch.ones(4, requires_grad=True)
+    for number in range(2):
+        results = [gm.all_reduce(weight, dst=gm.R) for _ in range(2)]
+        results[0].sum().backward()
+        if gm.rank() == 0:
+            optimizer.step()
+        results[1].sum().backward()
+        if gm.rank() == 0:
+            time.sleep(1.5 * number)
+        else:
+            optimizer.step()
+    optimizer.step()
+    gm.barrier()
     done[0] = True
 
 

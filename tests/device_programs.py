@@ -381,12 +381,14 @@ def _clipped() -> Iterator[list[Tensor]]:
     yield [norm, *[weight.grad for weight in weights if weight.grad is not None]]
 
 
-@_layer("get_total_norm, norm_type=0")
+@_layer("clip_grad_norm_, norm_type=0")
 def _count_norm() -> Iterator[list[Tensor]]:
-    weight = gm.nn.mark_sharded(torch.nn.Parameter(leaf(3).detach()))
-    weight.grad = leaf(3, seed=1).detach()
+    weights = [torch.nn.Parameter(leaf(3).detach()) for _ in range(3)]
+    for number, weight in enumerate(weights):
+        weight.grad = leaf(3, seed=1).detach() * (gm.rank() < number)
+    gm.nn.mark_sharded(weights[1])
     yield []
-    yield [gm.nn.clip_grad_norm_([weight], 1.0, norm_type=0, axis=gm.axis())]
+    yield [gm.nn.clip_grad_norm_(weights, 1.0, norm_type=0, axis=gm.axis())]
 
 
 def _routed(capacity: float | None) -> Program:

@@ -14,12 +14,12 @@ from gradmesh.ops.mean import Mean
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.scan import Scan
 from gradmesh.ops.shard import ShardReplicated
-from tools.attack.calls import DERIVATIVES, STRUCTURES, VMAPS, Verb
+from tools.attack.calls import DERIVATIVES, STRUCTURES, VMAPS, Leaf, Local, Region, Verb
 from tools.attack.command import attack, suspicious
-from tools.attack.dense import Invalid, expected
+from tools.attack.dense import expected
 from tools.attack.draw import drawn
-from tools.attack.meanings import MEANINGS
-from tools.attack.programs import MODES, Leaf, Local, Program, Region, Term, script
+from tools.attack.meanings import MEANINGS, Invalid
+from tools.attack.programs import MODES, Program, Term, script
 from tools.attack.run import Pools, compared, judged
 
 SEED = 1789

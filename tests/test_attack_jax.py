@@ -10,11 +10,10 @@ import pytest
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.shard import ShardReplicated
-from tools.attack.calls import PerRank, Verb
+from tools.attack.calls import Leaf, PerRank, Verb
 from tools.attack.dense import Dense
-from tools.attack.jax_run.command import compare, main
-from tools.attack.jax_run.jobs import expressible
-from tools.attack.programs import Leaf, Program
+from tools.attack.jax_run.command import compare, expressible, main
+from tools.attack.programs import Program
 
 PYTHON = os.environ.get("GRADMESH_JAX_PYTHON", "")
 needs_jax = pytest.mark.skipif(not PYTHON, reason="GRADMESH_JAX_PYTHON names no interpreter")

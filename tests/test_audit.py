@@ -19,8 +19,7 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh import cli
 from gradmesh.verify import Finding, audit
-from gradmesh.verify.auditing import KINDS
-from gradmesh.verify.auditing.findings import table
+from gradmesh.verify.auditing.findings import KINDS, table
 from tests import audit_targets
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.verify import Audit
-from gradmesh.verify.auditing import KINDS
+from gradmesh.verify.auditing.findings import KINDS
 
 W = 2
 

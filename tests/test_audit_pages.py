@@ -10,8 +10,7 @@ import pytest
 
 from gradmesh.verify import audit
 from gradmesh.verify.auditing.findings import KINDS, table
-from tools.audit_cases import SYSTEMS, drop_ins
-from tools.audit_plans import plans
+from tools.audits import SYSTEMS, drop_ins, plans
 
 PAGE = (Path(__file__).parent.parent / "docs" / "reports" / "audits.md").read_text()
 OWN = {**SYSTEMS["gradmesh"], **plans(), **drop_ins()}

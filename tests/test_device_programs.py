@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
@@ -22,7 +23,6 @@ WAITS: dict[str, int] = {
     "ExpertDispatch": 1,  # the numbers of rows
     "ExpertDispatch, capacity_factor": 1,
     "ExpertParallel": 1,
-    "get_total_norm, norm_type=0": 3,
     "GraphPlan": 27,  # the construction; plan.exchange and the others none
 }
 """How often the host waits in a forward on two ranks; nowhere else, and in no backward."""
@@ -38,6 +38,7 @@ WAITS_ALONE: dict[str, int] = {
     "clip_loss, ring": 2,
     "cached_gradients": 2,
     "vocab_parallel_cross_entropy": 1,
+    "clip_grad_norm_, norm_type=0": 1,
 }
 """The same, where the group has no backend for CPU tensors."""
 
@@ -73,7 +74,7 @@ def test_two_derivatives_are_those_of_the_cpu_and_the_host_does_not_wait(
 
 
 def test_sizes_are_read_once_where_the_group_has_no_cpu_backend(simulated: Simulated) -> None:
-    names = [name for name in WAITS_ALONE if name not in ("GraphPlan", "get_total_norm, norm_type=0")]
+    names = [name for name in WAITS_ALONE if name != "GraphPlan"]
     compared([*names, "all_gather"], simulated(2), 0.0, False, WAITS_ALONE, sd.ALONE)
 
 
@@ -108,6 +109,137 @@ def test_late_kernels_change_no_value(simulated: Simulated) -> None:
 @pytest.mark.parametrize("second_order", [False, True])
 def test_late_kernels_change_no_value_of_any_program(second_order: bool, simulated: Simulated) -> None:
     compared([*VERBS, *LAYERS], simulated(2), 0.002, second_order)
+
+
+# ---- dtypes
+
+
+def drawn(dtype: torch.dtype) -> Tensor:
+    draws = torch.Generator().manual_seed(gm.rank())
+    x = 9 * torch.randn(4, 3, dtype=torch.complex128, generator=draws, device="cpu")
+    return (x if dtype.is_complex else x.real).to(dtype).to(torch.get_default_device())
+
+
+def complex_calls(dtype: torch.dtype) -> list[Tensor]:
+    """Values and gradients of a call for each primitive of the transport."""
+    x, rank = drawn(dtype).requires_grad_(), gm.rank()
+    with gm.ordered():
+        results = [
+            gm.all_reduce(x, dst=gm.R),
+            gm.reduce(x, root=1),
+            gm.reduce_scatter(x),
+            gm.reduce_scatter(x, sizes=(1, 3)),
+            gm.all_gather(x.conj()),
+            gm.all_to_all(x, split_sizes=((2, 2), (1, 3))[rank], concat_sizes=((2, 1), (2, 3))[rank]),
+            gm.broadcast(x.T, root=1),
+            gm.shift(x),
+        ]
+        gm.backward(sum(((1 + rank) * y * y.conj()).real.sum() + (y**2).imag.sum() for y in results))
+    assert x.grad is not None
+    return [y.detach().cpu() for y in [*results, x.grad]]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_numbers_are_sent_where_the_backend_has_none(
+    dtype: torch.dtype, simulated: Simulated
+) -> None:
+    on_device, on_cpu = simulated(2)(complex_calls, dtype), simulated(2)(complex_calls, dtype, default=False)
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def copied(dtype: torch.dtype) -> list[list[int]]:
+    x = drawn(dtype)
+    return [
+        y.cpu().contiguous().view(torch.uint8).tolist() for y in (gm.all_gather(x), gm.broadcast(x.T, root=1))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fnuz], ids=str)
+def test_dtypes_that_the_backend_lacks_are_sent_as_bytes(dtype: torch.dtype, simulated: Simulated) -> None:
+    assert simulated(2)(copied, dtype) == simulated(2)(copied, dtype, default=False)
+
+
+def refused() -> str:
+    group: Any = gm.axis().group
+    with pytest.raises(TypeError) as caught:
+        group.allreduce([torch.zeros(2, dtype=torch.complex64)])
+    return str(caught.value)
+
+
+def test_the_backend_has_no_complex_dtype(simulated: Simulated) -> None:
+    assert all("complex64" in text for text in simulated(2)(refused))
+
+
+# ---- graphs
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
+    "all_reduce, mean": lambda x: gm.all_reduce(x, dst=gm.I, op="mean"),
+    "all_gather, dim=1": lambda x: gm.all_gather(x, dim=1),
+    "all_gather, sizes": lambda x: gm.all_gather(x[: 1 + gm.rank()], sizes=(1, 2)),
+    "reduce_scatter": gm.reduce_scatter,
+    "all_to_all": lambda x: gm.all_to_all(x, split_dim=1, concat_dim=0),
+    "broadcast": lambda x: gm.broadcast(x, root=1),
+    "shift": gm.shift,
+    "halo_exchange": gm.halo_exchange,
+    "scan": gm.scan,
+    "replicate": gm.replicate,
+    "async all_gather": lambda x: gm.all_gather(x, async_op=True).wait(),
+}
+
+
+def replayed(names: list[str]) -> dict[str, list[list[Tensor]]]:
+    """Values and gradients of a captured verb for two operands, each behind those without a graph."""
+    found: dict[str, list[list[Tensor]]] = {}
+    for name in names:
+
+        def made(x: Tensor, verb: Callable[[Tensor], Tensor] = PLAIN[name]) -> list[Tensor]:
+            y = verb(x)
+            return [y, *torch.autograd.grad(y.sin().sum() * (1 + gm.rank()), x)]
+
+        x = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+        with sd.captured() as graph:
+            results = made(x)
+        found[name] = []
+        for seed in range(2):
+            draws = torch.Generator().manual_seed(2 * seed + gm.rank())
+            drawn = torch.randn(2, 4, dtype=torch.float64, generator=draws, device="cpu").to(x.device)
+            found[name].append([y.detach().cpu() for y in made(drawn.requires_grad_())])
+            with torch.no_grad():
+                x.copy_(drawn)
+            graph.replay()
+            found[name].append([y.detach().cpu() for y in results])
+    return found
+
+
+def test_plain_verbs_and_their_backward_can_be_captured_and_replayed(simulated: Simulated) -> None:
+    for found in simulated(2)(replayed, [*PLAIN]):
+        for name, runs in found.items():
+            assert runs[0][0].count_nonzero(), name
+            torch.testing.assert_close(runs[1], runs[0])
+            torch.testing.assert_close(runs[3], runs[2])
+            assert not torch.equal(runs[0][0], runs[2][0]), name
+
+
+def waits_in_a_capture() -> list[str]:
+    said = []
+    for wait in (
+        lambda: torch.ones(1).cpu(),
+        lambda: torch.ones(1, device="cpu").to(sd.NAME, non_blocking=True),
+        lambda: gm.nn.ExpertDispatch(torch.zeros(2, 1, dtype=torch.int64), 2),
+    ):
+        with sd.captured(), pytest.raises(RuntimeError) as caught:
+            wait()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_wait_and_a_copy_from_the_host_cannot_be_captured(simulated: Simulated) -> None:
+    for copy_out, copy_in, dispatch in simulated(1)(waits_in_a_capture):
+        assert "copy to host" in copy_out
+        assert "memory of the host is copied" in copy_in
+        assert "during a capture" in dispatch
 
 
 # ---- the laws

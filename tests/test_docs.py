@@ -21,7 +21,7 @@ import gradmesh as gm
 import gradmesh_pytest
 from gradmesh._util import environment
 from tools import generate, point
-from tools.badges import badges
+from tools.generate import badges
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.attention.memory import peaks
-from tools.attention.timing import times
-from tools.attention.ways import WAYS, Case, step
+from tools.attention import WAYS, Case, peaks, step, times
 
 pytestmark = pytest.mark.fresh_ranks  # it measures memory
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan
-from tools.audit_plans import plans
+from tools.audits import plans
 
 CASES = plans()
 ARROWS = {"plan.take": "I -> V", "plan.gather(dst=R)": "V -> R", "plan.gather(dst=I)": "V -> I"}

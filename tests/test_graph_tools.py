@@ -14,15 +14,12 @@ from tools import pages
 from tools.graphs import __main__ as command
 from tools.graphs import figures
 from tools.graphs.contest import HALVES, OURS, THEIRS, contest
-from tools.graphs.costs import costs
 from tools.graphs.geometry import crystal, nearest, slab
-from tools.graphs.growth import draw, exponent, grown, rows_needed
-from tools.graphs.lone import LonePart, region
 from tools.graphs.measure import Job, measured
 from tools.graphs.network import Crystal, whole_energy
-from tools.graphs.prediction import NETWORK, at_scale, beside_measured, worked
-from tools.graphs.steps import KINDS, part_step, step_of
-from tools.graphs.traffic import counted
+from tools.graphs.prediction import NETWORK, LonePart, at_scale, beside_measured, region, worked
+from tools.graphs.steps import KINDS, costs, part_step, step_of
+from tools.graphs.traffic import counted, draw, exponent, grown, rows_needed
 
 JOB = Job(600, 6, 4, 3, empty=True, partition="bisection", compared=True)
 

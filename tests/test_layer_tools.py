@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import gradmesh as gm
-from tools.layers.case import Case
-from tools.layers.compared import deviations, findings
+from tools.layers.case import Case, deviations, findings
 from tools.layers.table import CASES, CLOSE, row_of
 
 

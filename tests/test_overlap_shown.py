@@ -19,9 +19,8 @@ from gradmesh.verify import Link, Timeline, timeline
 from tools.overlap import chain as chain_room
 from tools.overlap import ring as ring_room
 from tools.overlap.chain import chain
-from tools.overlap.measure import HALVES, Figures, link_for, measured
+from tools.overlap.measure import HALVES, Chain, Figures, Program, Ring, link_for, measured
 from tools.overlap.ring import ring_attention
-from tools.overlap.ways import Chain, Program, Ring
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 

@@ -10,11 +10,12 @@ import pytest
 
 from gradmesh.autograd import pending
 from gradmesh.autograd.coalesce import _Message
-from tools.attack.calls import Verb
+from tools.attack.calls import Region, Verb
 from tools.attack.command import attack
-from tools.attack.dense import Invalid, expected
+from tools.attack.dense import expected
 from tools.attack.draw import drawn
-from tools.attack.programs import Program, Region, source
+from tools.attack.meanings import Invalid
+from tools.attack.programs import Program, source
 from tools.attack.run import Pools
 
 SEED, SHARE = 1914, 0.7

@@ -1,4 +1,4 @@
-"""The page on tests: its tests run, and their reports are those that it shows."""
+"""The pages on tests and CI: their tests run, and their reports are those that they show."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from tests.test_plugin import OPTIONS
 
 pytest_plugins = ["pytester"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "testing.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```\n(?:\n```console\n(.*?)```)?", PAGE.read_text(), re.DOTALL)
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "testing.md"
+EXAMPLES = [
+    found
+    for page in (PAGE, DOCS / "ci.md")
+    for found in re.findall(r"```python\n(.*?)```\n(?:\n```console\n(.*?)```)?", page.read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

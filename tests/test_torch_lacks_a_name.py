@@ -82,8 +82,6 @@ REFUSED: dict[str, set[str]] = {
     "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
     "torch.distributed.distributed_c10d._new_process_group_helper": {"attention", "async calls"},
     "torch.distributed.distributed_c10d._get_default_store": {"attention", "async calls"},
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": {"attention"},
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": {"attention"},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import math
@@ -508,20 +509,22 @@ def test_the_fused_attention_of_a_cpu_gives_the_logsumexp_and_takes_that_of_more
     whole = scores.softmax(-1) @ leaves[2]
     gradients = torch.autograd.grad(whole, leaves, grad)
     lse = scores.detach().logsumexp(-1)
-    out, found = _torch.flash_forward(q, k, v, False, 0.3)
+    kernel = _torch.fused_attention(q, k, v, False)
+    assert kernel is not None
+    out, found = kernel.forward(q, k, v, False, 0.3)
     assert torch.allclose(out, whole, atol=1e-14)
     assert torch.allclose(found, lse, atol=1e-14)
     parts = [
-        _torch.flash_backward(grad, q, k[:, :, part], v[:, :, part], whole.detach(), lse, False, 0.3)
+        kernel.backward(grad, q, k[:, :, part], v[:, :, part], whole.detach(), lse, diagonal=False, scale=0.3)
         for part in (slice(0, 5), slice(5, 9))
     ]
     joined = parts[0][0] + parts[1][0], *(torch.cat([part[n] for part in parts], 2) for n in (1, 2))
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(joined, gradients, strict=True))
-    below, _ = _torch.flash_forward(q, k, v, True, 0.3)
+    below, _ = kernel.forward(q, k, v, True, 0.3)
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     assert torch.allclose(below, scores.masked_fill(~seen, -torch.inf).softmax(-1) @ leaves[2], atol=1e-14)
-    assert not _torch.flash_takes(q, k[:, :, :0], v[:, :, :0])  # which would end the process
-    assert not _torch.flash_takes(q, k, v[..., :2])
+    assert _torch.fused_attention(q, k[:, :, :0], v[:, :, :0], False) is None  # it would end the process
+    assert _torch.fused_attention(q, k, v[..., :2], False) is None
 
 
 def _fsdp_tells() -> dict[str, Any]:
@@ -799,7 +802,12 @@ def test_the_context_of_a_compilation_is_that_of_its_thread() -> None:
 # ---- no private name of torch is used outside of _torch
 
 PACKAGE = Path(gm.__file__).parent
-TREES = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache  # by the tests, not while they are collected
+def trees() -> dict[Path, ast.Module]:
+    """The modules of the package, by file."""
+    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def is_private(name: str) -> bool:
@@ -822,7 +830,11 @@ def own_names(trees: list[ast.Module]) -> set[str]:
     return set(filter(is_private, found))
 
 
-OWN = own_names(list(TREES.values()))
+@functools.cache
+def own_names_of_the_package() -> set[str]:
+    return own_names(list(trees().values()))
+
+
 OF_TORCH = {
     name
     for kind in (
@@ -849,7 +861,11 @@ def private_torch_names(tree: ast.Module) -> list[tuple[int, str]]:
     own, found = own_names([tree]), []
 
     def foreign(name: str) -> bool:
-        return is_private(name) and name not in NAMED_TUPLES | own and (name not in OWN or name in OF_TORCH)
+        return (
+            is_private(name)
+            and name not in NAMED_TUPLES | own
+            and (name not in own_names_of_the_package() or name in OF_TORCH)
+        )
 
     for node in ast.walk(tree):
         paths: list[str] = []
@@ -876,7 +892,7 @@ def private_torch_names(tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def test_private_names_of_torch_are_used_in_one_package() -> None:
-    outside = {file: tree for file, tree in TREES.items() if file.parent.name != "_torch"}
+    outside = {file: tree for file, tree in trees().items() if file.parent.name != "_torch"}
     found = {str(file.relative_to(PACKAGE)): private_torch_names(tree) for file, tree in outside.items()}
     assert {file: names for file, names in found.items() if names} == {}
 
@@ -909,7 +925,7 @@ def test_every_private_name_is_registered() -> None:
     registered = {part for path in (*_torch.RELIED_ON, *names.RELIED_ON_LATER) for part in path.split(".")}
     found = {
         (file.name, line, text)
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if file.parent.name == "_torch"
         for line, text in private_torch_names(tree)
         if registered.isdisjoint(re.findall(r"\w+", text))

@@ -10,7 +10,7 @@ import pytest
 
 import gradmesh as gm
 from gradmesh.verbs import collectives
-from gradmesh.verify.auditing import KINDS
+from gradmesh.verify.auditing.findings import KINDS
 from tests.zoo import PROGRAMS
 from tests.zoo.missed import MISSED
 from tests.zoo.program import Program

@@ -1,7 +1,7 @@
 """Processes of ranks forked from one that has imported torch, in place of new interpreters.
 
 The import takes two to three seconds of CPU time for each rank. A test that is about the start of ranks, or that sets a
-variable that Python, torch or gradmesh read when they are imported, gets new interpreters: `fresh_ranks`.
+variable that Python or torch read when they are imported, gets new interpreters: `fresh_ranks`.
 
 `Processes.popen` stands for `subprocess.Popen` in `gradmesh.launch.process_ranks`. The server forks a keeper for each
 rank, which forks the rank and reports its exit status, because only a parent can wait for a process.
@@ -28,7 +28,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-_READ_AT_IMPORT = ("PYTHON", "TORCH", "GRADMESH", "MKL", "KMP", "LD_", "MALLOC")
+_READ_AT_IMPORT = ("PYTHON", "TORCH", "MKL", "KMP", "LD_", "MALLOC")  # gradmesh's are read when first needed
 _HIGH = 300
 """Received descriptors are moved above this number, so that they do not occupy one that a rank expects."""
 
@@ -138,9 +138,12 @@ def serve(number: int) -> None:
 
     import gradmesh.launch.process_ranks  # noqa: F401
     import gradmesh_pytest.on_rank  # noqa: F401
+    from gradmesh._util.environment import VARIABLES
 
     # The first use of an optimizer imports what takes as long as torch.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).zero_grad()
+    read = [variable.name for variable in VARIABLES if variable.kept]
+    assert not read, f"ranks would keep the server's values of {read}"
     gc.collect()
     connection = socket.socket(fileno=number)
     while True:

@@ -25,8 +25,6 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.backends.threads.rendezvous import Group, Waitable
 
-__all__ = ["CALLS", "Count", "counted", "modules_at_import"]
-
 WARM_UP = 3
 _ROOT = str(Path(gm.__file__).parent)
 _MEET, _SLEEP = Group.meet.__code__, Waitable.sleep.__code__

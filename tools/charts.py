@@ -9,8 +9,6 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-__all__ = ["WIDTH", "save"]
-
 WIDTH = 4.9
 """Inches. A chart this wide shows its text at two thirds of its size on a phone, and at full size elsewhere."""
 
@@ -27,13 +25,7 @@ _THEME = """<style>
 
 
 def save(figure: Figure, path: Path, title: str) -> None:
-    """Write a figure as SVG.
-
-    Args:
-        figure: black and "#0072b2" get a lighter colour on a dark page, white a darker one.
-        path: the file.
-        title: what a screen reader calls the chart.
-    """
+    """Write a figure as SVG."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradmesh"}):
         figure.savefig(text, format="svg", metadata={"Date": None})

@@ -8,7 +8,6 @@ $ python -m tools.checked --cost                   # each script also without be
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
@@ -23,34 +22,22 @@ import torch
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script, recorded
 from tests.scripts import SCRIPTS, Script
-from tools.pages import mark, put
-
-__all__ = ["Row", "checked", "main", "row_of", "table"]
+from tools.pages import mark, parser_of, put
 
 STEPS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a check of a script found.
+    """What a check of a script found."""
 
-    Attributes:
-        script: which.
-        found: the rules of its findings, errors first.
-        errors: those of them that are errors.
-        at_line: whether a finding of the expected rule points at a line that the script marks.
-        notes: how many.
-        seconds: of the whole check.
-        plain: of the script alone; None where that was not measured.
-    """
-
-    script: Script
-    found: tuple[str, ...]
-    errors: tuple[str, ...]
-    at_line: bool
-    notes: int
-    seconds: float
-    plain: float | None = None
+    script: Script  # which
+    found: tuple[str, ...]  # the rules of its findings, errors first
+    errors: tuple[str, ...]  # those of them that are errors
+    at_line: bool  # whether a finding of the expected rule points at a line that the script marks
+    notes: int  # how many
+    seconds: float  # of the whole check
+    plain: float | None = None  # of the script alone; None where that was not measured
 
     @property
     def expected(self) -> bool:
@@ -151,9 +138,7 @@ def _rows(names: Sequence[str], cost: bool) -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Check what is asked for; 1 where less than 95 % of the wrong ones are found, or a right one is accused."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--cost", action="store_true", help="run each script alone too")
     parsed = parser.parse_args(arguments)

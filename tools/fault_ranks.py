@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 import gradmesh as gm
 
-__all__ = ["FAULTS", "WAYS", "opened_in_dev_shm", "take_part"]
-
 LONG = 600.0
 SETTLE = 0.4
 """Seconds that the others have to get into the middle of it."""
@@ -115,15 +113,7 @@ def opened_in_dev_shm() -> list[str]:
 
 
 def take_part(folder: str, fault: str, way: str, victim: int, seconds: float) -> None:
-    """Be a rank of the trial, and note in a file of its own how that ends.
-
-    Args:
-        folder: where the notes go.
-        fault: a name in `FAULTS`.
-        way: a name in `WAYS`.
-        victim: the rank that has the fault.
-        seconds: the timeout of the group.
-    """
+    """Be a rank of the trial, and note in a file of its own how that ends."""
     rank = dist.get_rank()
     notes: dict[str, object] = {"pid": os.getpid(), "thread": threading.current_thread().name}
 

@@ -29,8 +29,7 @@ import torch
 
 import gradmesh as gm
 from tools.fault_ranks import FAULTS, WAYS, opened_in_dev_shm, take_part
-
-__all__ = ["Trial", "trial", "trials"]
+from tools.pages import show
 
 SIZE, VICTIM = 3, 1
 SECONDS = 3.0
@@ -43,29 +42,17 @@ ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One world, and what became of it.
+    """One world, and what became of it."""
 
-    Attributes:
-        started: "launch" or "torchrun".
-        backend: of torch.distributed.
-        fault: what happened to a rank, see `FAULTS`.
-        way: what the others were in the middle of, see `WAYS`.
-        survivors: what each of the others ended with: the first line of its error, or how else.
-        seconds: from the fault to the end of the last survivor.
-        caller: the first line of the error that the caller of the launch got.
-        stack: whether that error shows where the rank with the fault was.
-        left: what was left behind.
-    """
-
-    started: str
-    backend: str
-    fault: str
-    way: str
-    survivors: dict[int, str]
-    seconds: float
-    caller: str
-    stack: bool
-    left: list[str]
+    started: str  # "launch" or "torchrun"
+    backend: str  # of torch.distributed
+    fault: str  # what happened to a rank, see `FAULTS`
+    way: str  # what the others were in the middle of, see `WAYS`
+    survivors: dict[int, str]  # what each of the others ended with: the first line of its error, or how else
+    seconds: float  # from the fault to the end of the last survivor
+    caller: str  # the first line of the error that the caller of the launch got
+    stack: bool  # whether that error shows where the rank with the fault was
+    left: list[str]  # what was left behind
 
     def short(self) -> list[str]:
         """What this trial falls short of."""
@@ -99,14 +86,7 @@ def _first(text: str) -> str:
 
 
 def trial(backend: str, fault: str, way: str, started: str = "launch") -> Trial:
-    """Run one world.
-
-    Args:
-        backend: "threads", "shm" or "gloo".
-        fault: a name in `FAULTS`.
-        way: a name in `WAYS`.
-        started: "launch" for `gradmesh.launch`, or "torchrun".
-    """
+    """Run one world."""
     before = _held()
     with tempfile.TemporaryDirectory() as folder:
         if started == "torchrun":
@@ -366,11 +346,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
         with open(options.json, "a") as file:
             file.writelines(json.dumps(dataclasses.asdict(each)) + "\n" for each in results)
         results = _kept(Path(options.json))
-    text = page(results)
-    if into is not None:
-        into.write_text(text)
-    else:
-        print(text)
+    show(page(results), into)
     return int(any(each.short() for each in results))
 
 

@@ -20,8 +20,6 @@ from torch.utils.benchmark import Timer
 
 from tools.pages import mark, put
 
-__all__ = ["LINES", "available", "counted", "main"]
-
 LINES = {
     "torch: x.clone()": "x.clone()",
     "gm.all_gather(x)": "gm.all_gather(x)",

@@ -7,7 +7,6 @@ second. Each survivor reports its own exception and when it was raised, then hol
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh  # noqa: F401  it makes the backend known
+from tools.fault_ranks import opened_in_dev_shm
 
 LARGE = 1 << 21
 """Elements of a message that fits in no ring and takes several chunks."""
@@ -37,41 +37,25 @@ PATIENCE = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """What a survivor raised.
+    """What a survivor raised."""
 
-    Attributes:
-        rank: the survivor.
-        seconds: between the end of the victim and the exception.
-        kind: the exception's class.
-        named: the rank that the exception names in its attribute.
-        text: the exception's text.
-    """
-
-    rank: int
-    seconds: float
-    kind: str
-    named: int | None
-    text: str
+    rank: int  # the survivor
+    seconds: float  # between the end of the victim and the exception
+    kind: str  # the exception's class
+    named: int | None  # the rank that the exception names in its attribute
+    text: str  # the exception's text
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One world, and what became of it.
+    """One world, and what became of it."""
 
-    Attributes:
-        waits: what the survivors did.
-        ending: how the victim ended.
-        victim: its rank.
-        size: the number of ranks.
-        notices: what the survivors raised, in rank order.
-        left_behind: files in /dev/shm that a rank used, and ranks whose process did not end by itself.
-    """
-
-    waits: str
-    ending: str
-    victim: int
-    size: int
-    notices: list[Notice]
+    waits: str  # what the survivors did
+    ending: str  # how the victim ended
+    victim: int  # its rank
+    size: int  # the number of ranks
+    notices: list[Notice]  # what the survivors raised, in rank order
+    # files in /dev/shm that a rank used, and ranks whose process did not end by itself
     left_behind: list[str]
 
 
@@ -145,17 +129,6 @@ def _random_calls(seed: int) -> None:
 # ---- one world
 
 
-def _files_in_dev_shm() -> list[str]:
-    """What this process has there; others may come and go meanwhile."""
-    with open("/proc/self/maps") as maps:
-        mapped = [line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")]
-    opened = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listdir used is gone
-            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted({name for name in (*mapped, *opened) if name.startswith("/dev/shm/")})
-
-
 def _rank(
     rank: int,
     size: int,
@@ -174,7 +147,7 @@ def _rank(
         timeout=datetime.timedelta(seconds=6 * PATIENCE),
     )
     dist.barrier()
-    say("ready", files=_files_in_dev_shm())
+    say("ready", files=opened_in_dev_shm())
     if rank == victim and waits != RANDOM:
         if ending == "killed":
             time.sleep(6 * PATIENCE)
@@ -263,11 +236,7 @@ def _reap(pids: Sequence[int], seconds: float) -> list[str]:
 def trial(waits: str, ending: str, size: int, chance: random.Random) -> Trial:
     """Start a world, end one of its ranks, and collect what the others raise. For a process of one thread.
 
-    Args:
-        waits: a name in `WAITS`, or `RANDOM` to have every rank work until the victim is killed.
-        ending: "killed", "exits" for a process that returns, or "leaves" for one that destroys the group and lives on.
-        size: the number of ranks.
-        chance: chooses the victim, the moment and the calls.
+    The victim is "killed", "exits" as a process that returns, or "leaves": it destroys the group and lives on.
     """
     victim, seed, moment = chance.randrange(size), chance.randrange(1 << 30), chance.uniform(0.0, 0.3)
     hold = os.pipe()
@@ -315,15 +284,7 @@ def trial(waits: str, ending: str, size: int, chance: random.Random) -> Trial:
 def kill_ranks(
     times: int, size: int = 3, seed: int = 0, waits: Sequence[str] = (RANDOM,), ending: str = "killed"
 ) -> list[Trial]:
-    """End a random rank at a random moment, so many times, in a process of its own.
-
-    Args:
-        times: the number of worlds, which take turns in what they do.
-        size: the number of ranks of each.
-        seed: of what is random.
-        waits: what the worlds do, as for `trial`.
-        ending: how the victim ends, as for `trial`.
-    """
+    """End a random rank at a random moment, so many times, in a process of its own."""
     command = [sys.executable, "-m", "tools.kill_ranks", "--json", f"--times={times}", f"--ranks={size}"]
     command += [f"--seed={seed}", f"--ending={ending}", *(f"--waits={name}" for name in waits)]
     root = Path(__file__).parents[1]

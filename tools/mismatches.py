@@ -14,7 +14,6 @@ stepped on some rank.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
@@ -27,11 +26,13 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from tools.pages import parser_of
 
 BACKENDS = ("threads", "shm", "gloo", "gloo deferred", "simulated device")
 """The last two are the deferred check: selected on Gloo, and the default of a device, here that of the tests."""
 FORMS = ("forward", "backward", "second backward")
-PATIENCE = 20.0
+PATIENCE = 60.0
+"""Seconds of the cells of a world, with its start."""
 
 Made = Callable[[Tensor], list[Tensor]]
 
@@ -214,6 +215,10 @@ def cells(name: str, backend: str) -> list[str]:
     """A mismatch in every form on one backend. A launch that fails is followed by another."""
     found: list[str] = []
     world = "gloo" if backend in BACKENDS[3:] else backend
+    if backend == BACKENDS[4]:
+        from tests.simulated_device import build
+
+        build.module()  # before a rank has to wait for it
     while len(found) < len(FORMS):
         begin = time.monotonic()
         try:
@@ -242,9 +247,7 @@ def table(backends: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Print the table, or write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="all by default")
     lines = table(parser.parse_args(arguments).backend or BACKENDS)
     if into is not None:
@@ -267,9 +270,9 @@ one rank had finished, and the launcher ended the other one's wait with an error
 
 "gloo deferred" is `gm.check("deferred")`, with a new world for each cell, and an optimizer
 steps after the mismatch: "after a step" would say that it stepped on some rank before the error. "simulated device" is
-the same on the accelerator of the tests, where it is the default. Its collectives are Gloo's, so that operands of
-unexpected sizes end the process (SIGABRT) where the calls are not compared before; GPUs do not do that. What a deferred
-error cannot prevent is in [call checking](../checking.md#deferred-tensors-off-the-cpu).
+the same on the accelerator of the tests, where it is the default, and where collectives with operands of unexpected
+sizes wait until their group is aborted, as on a GPU. What a deferred error cannot prevent is in
+[call checking](../checking.md#deferred-tensors-off-the-cpu).
 
 In forward, two calls of the same kind, shape and dtype that are swapped on one rank differ only in their lines;
 `gradmesh.check("full")` warns of that. If a rank skips a call, its next call is compared with the others' skipped one.

@@ -17,8 +17,6 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-__all__ = ["FOLDER", "notebooks", "printed", "run"]
-
 FOLDER = Path(__file__).parent.parent / "docs" / "tutorials"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"/[\w/.-]*ipykernel_\d+/\d+\.py")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import os
+import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["END", "mark", "put", "with_part", "written"]
+import torch
 
 END = "<!-- end -->"
 
@@ -26,13 +29,16 @@ def put(page: Path, begin: str, part: str) -> None:
     page.write_text(with_part(page.read_text(), begin, part))
 
 
-def written(files: Mapping[Path, str], write: bool) -> int:
-    """Write the files that are not up to date, or name them; the exit status.
+def show(text: str, into: Path | None) -> None:
+    """Write a whole page, or print it."""
+    if into is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        into.write_text(text)
 
-    Args:
-        files: what each file must contain.
-        write: whether to write them.
-    """
+
+def written(files: Mapping[Path, str], write: bool) -> int:
+    """Write the files that are not up to date, or name them; the exit status."""
     stale = {path: text for path, text in files.items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         if write:
@@ -41,3 +47,23 @@ def written(files: Mapping[Path, str], write: bool) -> int:
         else:
             print(f"{path} is not up to date")
     return int(bool(stale) and not write)
+
+
+def table(heads: str | Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; its heads are listed, or written as in the table: "one | other"."""
+    heads = heads.split(" | ") if isinstance(heads, str) else heads
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def machine(ranks: int | None = None) -> str:
+    """Where something was measured."""
+    where = f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores"
+    return where if ranks is None else f"{where}, {ranks} ranks with one thread each"
+
+
+def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring as it stands."""
+    return argparse.ArgumentParser(
+        prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

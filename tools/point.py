@@ -18,8 +18,6 @@ from torch.nn import functional
 
 import gradmesh as gm
 
-__all__ = ["deviations", "main"]
-
 RANKS, ROWS, WIDTH = 4, 8, 16
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["lines", "main"]
+from tools.pages import show
 
 ROOTS = ("gradmesh", "gradmesh.nn", "gradmesh.verify", "gradmesh.testing", "gradmesh.compat")
 
@@ -58,11 +58,7 @@ def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def main(arguments: Sequence[str] = (), into: Path | None = None) -> int:
     """Write or print them."""
-    text = "\n".join(lines()) + "\n"
-    if into is None:
-        print(text, end="")
-    else:
-        into.write_text(text)
+    show("\n".join(lines()) + "\n", into)
     return 0
 
 

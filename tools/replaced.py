@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from gradmesh.compat import fairchem
 
-__all__ = ["Counted", "counted", "names_used"]
-
 PLACES = ("common/gp_utils.py", "common/parallelism")
 """What goes."""
 
@@ -34,19 +32,12 @@ _NO_CODE = {
 
 
 class Counted(NamedTuple):
-    """A file that goes.
+    """A file that goes."""
 
-    Attributes:
-        path: where it is.
-        blob: the first digits of its hash in git, by which it is found whatever the commit.
-        lines: its lines.
-        code: those of them that are neither empty nor comments nor docstrings.
-    """
-
-    path: str
-    blob: str
+    path: str  # where it is
+    blob: str  # the first digits of its hash in git, by which it is found whatever the commit
     lines: int
-    code: int
+    code: int  # those of them that are neither empty nor comments nor docstrings
 
 
 def counted(core: Path) -> list[Counted]:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "main"]
-
 ROOT = Path(__file__).parent.parent
 
 PAGES = {
@@ -23,21 +21,22 @@ PAGES = {
     "docs/check-code-host.png": "tools.code_host.__main__",
     "docs/errors": "tools.errors",
     "docs/launch.md": "tools.generate",
-    "docs/no_sync.md": "tools.no_sync.__main__",
+    "docs/no_sync.md": "tools.no_sync",
     "docs/pictures": "tools.pictures.__main__",
     "docs/point.svg": "tools.point",
     "docs/profiler.md": "tools.instructions",
-    "docs/reports/attention.md": "tools.attention.__main__",
+    "docs/reports/attention.md": "tools.attention",
     "docs/reports/audits.md": "tools.audits",
     "docs/reports/bench.md": "benchmarks.speed.command",
     "docs/reports/check.md": "tools.checked",
-    "docs/reports/contrastive.md": "tools.contrastive.__main__",
+    "docs/reports/contrastive.md": "tools.contrastive",
     "docs/reports/faults.md": "tools.faults",
-    "docs/reports/fields.md": "tools.fields.__main__",
+    "docs/reports/fields.md": "tools.fields",
     "docs/reports/graphs-scale.md": "tools.graphs.figures",
     "docs/reports/known-bad-programs.md": "tools.zoo",
+    "docs/reports/hosts.md": "benchmarks.hosts",
     "docs/reports/layers.md": "tools.layers.__main__",
-    "docs/reports/loss-scaling.md": "tools.objectives.__main__",
+    "docs/reports/loss-scaling.md": "tools.objectives",
     "docs/reports/mismatches.md": "tools.mismatches",
     "docs/reports/modes.md": "benchmarks.modes.command",
     "docs/reports/operators.md": "tools.operators.__main__",

@@ -15,8 +15,6 @@ from pathlib import Path
 from gradmesh.checker.findings import RULES, Rule
 from tools.pages import mark, with_part, written
 
-__all__ = ["index", "pages", "with_rule"]
-
 FOLDER = Path(__file__).parent.parent / "docs" / "rules"
 BEGIN = mark("docs/rules")
 

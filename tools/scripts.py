@@ -6,13 +6,13 @@ $ python -m tools.scripts --only megatron     # those whose name has it
 
 from __future__ import annotations
 
-import argparse
 import collections
 import time
 
 from tests.scripts import SCRIPTS, Script
 from tests.scripts.evidence import shown
 from tests.scripts.running import derivatives
+from tools.pages import parser_of
 
 
 def factors(script: Script) -> str:
@@ -25,9 +25,7 @@ def factors(script: Script) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Play what is asked for; 1 if a script is not shown to be what it should."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[""], help="scripts whose name has one of these")
     parser.add_argument("--factors", action="store_true", help="gradients beside the true derivatives")
     args = parser.parse_args(argv)

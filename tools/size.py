@@ -9,8 +9,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["MOST_FILES", "MOST_LINES", "sizes"]
-
 MOST_FILES, MOST_LINES = 179, 61_930
 SOURCE = Path(__file__).parent.parent / "src"
 

@@ -54,27 +54,17 @@ ALLOWED = {
 
 @dataclasses.dataclass
 class Summary:
-    """What a soak did on one rank.
+    """What a soak did on one rank."""
 
-    Attributes:
-        seconds: how long it took.
-        calls: the number of collectives and messages.
-        kinds: how many of each kind.
-        largest: bytes of the largest tensor that was reduced or handed on.
-        worst: the largest relative deviation from Gloo where the order of the sum may differ.
-        memory: resident bytes of the process's own, after the warm-up and at the end.
-        shared: resident bytes of shared memory, at the end.
-        descriptors: open file descriptors, likewise.
-    """
-
-    seconds: float = 0.0
-    calls: int = 0
+    seconds: float = 0.0  # how long it took
+    calls: int = 0  # the number of collectives and messages
+    # how many of each kind
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    largest: int = 0
-    worst: float = 0.0
-    memory: tuple[int, int] = (0, 0)
-    shared: int = 0
-    descriptors: tuple[int, int] = (0, 0)
+    largest: int = 0  # bytes of the largest tensor that was reduced or handed on
+    worst: float = 0.0  # the largest relative deviation from Gloo where the order of the sum may differ
+    memory: tuple[int, int] = (0, 0)  # resident bytes of the process's own, after the warm-up and at the end
+    shared: int = 0  # resident bytes of shared memory, at the end
+    descriptors: tuple[int, int] = (0, 0)  # open file descriptors, likewise
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.kinds.items()))
@@ -312,15 +302,7 @@ KINDS: dict[str, Callable[[_Soak, _Pair, torch.dtype, int], None]] = {
 
 
 def soak(seconds: float, seed: int = 0) -> Summary:
-    """Make random calls on this rank, and compare them with Gloo's; on every rank of a world of shm ranks.
-
-    Args:
-        seconds: how long.
-        seed: of the calls and the values; the same on every rank.
-
-    Raises:
-        AssertionError: a result is not Gloo's. A note has the call.
-    """
+    """Make random calls on this rank, and compare them with Gloo's; on every rank of a world of shm ranks."""
     run = _Soak(seed)
     summary, begin = run.summary, time.monotonic()
     warm: tuple[int, int] | None = None

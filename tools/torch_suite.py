@@ -38,8 +38,6 @@ import torch.distributed as dist
 import gradmesh as gm
 from gradmesh.backends.process_group import OwnGroup
 
-__all__ = ["RANKS", "SKIPPED", "Outcome", "asked", "failures", "run", "show"]
-
 torch_distributed: Any = dist
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
@@ -69,28 +67,16 @@ SKIPPED: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """What became of a test."""
 
-    Attributes:
-        word: "pass", "fail", "skip" where torch skips it, or "excused" where it is in `SKIPPED`.
-        why: the traceback, or the reason.
-    """
-
-    word: str
-    why: str = ""
+    word: str  # "pass", "fail", "skip" where torch skips it, or "excused" where it is in `SKIPPED`
+    why: str = ""  # the traceback, or the reason
 
 
 def run(
     backend: str, name: str, pattern: str = "", report: Callable[[str], object] = str
 ) -> dict[str, Outcome]:
-    """Run the tests on a backend that torch takes for another.
-
-    Args:
-        backend: which one.
-        name: which one torch takes it for, "gloo" or "mpi"; "gloo" for Gloo is the baseline.
-        pattern: a regular expression; only tests in whose names it is found run.
-        report: called with the name of each test that starts.
-    """
+    """Run the tests on a backend that torch takes for another."""
     outcomes = {}
     # Another process: torch's tests are made for one backend, when they are imported.
     context = multiprocessing.get_context("spawn")
@@ -103,12 +89,7 @@ def run(
 
 
 def asked(ours: Mapping[str, Outcome], gloo: Mapping[str, Outcome] | None) -> list[str]:
-    """The tests that count: those that Gloo passes, or that torch does not skip if there is nothing to compare with.
-
-    Args:
-        ours: what the backend did.
-        gloo: what Gloo did; None if it was not asked.
-    """
+    """The tests that count: those that Gloo passes, or that torch does not skip if there is nothing to compare with."""
     if gloo is None:
         return [test for test, outcome in ours.items() if outcome.word not in ("skip", "excused")]
     return [test for test, outcome in gloo.items() if outcome.word == "pass" and ours[test].word != "excused"]

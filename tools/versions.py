@@ -7,37 +7,26 @@ $ python -m tools.report docs/versions.md build/torch-*.xml
 
 from __future__ import annotations
 
-import argparse
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.pages import mark, put
-
-__all__ = ["BEGIN", "Report", "main", "read", "table"]
+from tools.pages import mark, parser_of, put
 
 BEGIN = mark("docs/versions.md", "build/torch-*.xml")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the tests.
+    """One run of the tests."""
 
-    Attributes:
-        torch: the version.
-        day: when it was.
-        tests: how many there were.
-        skipped: how many of them did not run.
-        failed: the names of those that failed, or could not be set up.
-    """
-
-    torch: str
-    day: str
-    tests: int
-    skipped: int
-    failed: tuple[str, ...]
+    torch: str  # the version
+    day: str  # when it was
+    tests: int  # how many there were
+    skipped: int  # how many of them did not run
+    failed: tuple[str, ...]  # the names of those that failed, or could not be set up
 
 
 def read(path: Path) -> Report:
@@ -71,7 +60,7 @@ def table(reports: Sequence[Report]) -> str:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     options = parser.parse_args(arguments)
     made = table([read(path) for path in sorted(options.reports)])

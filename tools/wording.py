@@ -10,8 +10,6 @@ import re
 import sys
 from pathlib import Path
 
-__all__ = ["INSTEAD", "findings"]
-
 INSTEAD = {
     r"told|untold": "passed, given, detected, reported (whichever it is)",
     r"begun(?!:)": "started, pending, async",

@@ -7,7 +7,6 @@ python -m tools.report docs/reports/known-bad-programs.md  # the page
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import sys
@@ -21,8 +20,7 @@ from tests.zoo import PROGRAMS
 from tests.zoo.missed import MISSED
 from tests.zoo.program import Program
 from tests.zoo.running import Outcome, run
-
-__all__ = ["main", "outcomes", "page"]
+from tools.pages import parser_of
 
 LEAST = 0.95
 """The part of the reports that has to be right."""
@@ -112,9 +110,7 @@ def page(found: Sequence[Outcome]) -> str:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Run the zoo; 1 if too few reports are right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", metavar="NAME", help="programs with this in their name")
     parser.add_argument("--jobs", type=int, default=1, help="how many programs at once")
     args = parser.parse_args(arguments)

@@ -106,14 +106,7 @@ slice of its gradient, which is correct only if every rank has the same loss."""
 
 
 def rank_loss(gather: str, model: Towers, views: Views, batch: Tensor) -> Tensor:
-    """This rank's share of the loss of a global batch.
-
-    Args:
-        gather: a key of `GATHERS`.
-        model: the module, with the same parameters on every rank.
-        views: both views of all images.
-        batch: the indices of the global batch, the same on every rank.
-    """
+    """This rank's share of the loss of a global batch."""
     indices = torch.arange(len(batch))
     sizes = [len(rows) for rows in indices.tensor_split(gm.axis().size)]
     local = gm.shard(indices, sizes=sizes)
@@ -249,27 +242,19 @@ class Images:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of the job.
+    """The results of the job."""
 
-    Attributes:
-        job: its options.
-        curves: the training curves of each gather and of one process.
-        grad_error: for each gather, the largest absolute difference of any parameter's gradient on any rank from that
-            on one process; for the first batch, at the initial parameters.
-        largest_grad: the largest absolute entry of the gradient on one process.
-        param_error: the largest absolute difference of any parameter on any rank, after training with gradmesh's
-            gather, from training on one process.
-        rank_error: the largest absolute difference of a parameter between ranks, at the end of any epoch.
-        seconds: run time.
-    """
-
-    job: Job
-    curves: dict[str, Curve]
+    job: Job  # its options
+    curves: dict[str, Curve]  # the training curves of each gather and of one process
+    # for each gather, the largest absolute difference of any parameter's gradient on any rank from that on
+    # one process; for the first batch, at the initial parameters
     grad_error: dict[str, float]
-    largest_grad: float
+    largest_grad: float  # the largest absolute entry of the gradient on one process
+    # the largest absolute difference of any parameter on any rank, after training with gradmesh's gather,
+    # from training on one process
     param_error: float
-    rank_error: float
-    seconds: float
+    rank_error: float  # the largest absolute difference of a parameter between ranks, at the end of any epoch
+    seconds: float  # run time
 
     def as_json(self) -> dict[str, Any]:
         """The results as plain values; `grad_error` and `recall` are those of gradmesh's gather."""
@@ -288,13 +273,7 @@ class Result:
 
 
 def run(job: Job, watcher: Watcher | None = None) -> Result:
-    """Run the job.
-
-    Raises:
-        ArgumentError: invalid number of ranks or backend.
-        MissingExtraError: scikit-learn is not installed.
-        RankError: a rank failed.
-    """
+    """Run the job."""
     require(NEEDS, "demo")
     watcher, begin = watcher or Watcher(), time.perf_counter()
     watcher.begin("training", job.epochs * len(GATHERS))

@@ -49,26 +49,18 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Job:
-    """Options of the command line, and the network.
-
-    Attributes:
-        held_out: number of test solutions.
-        batch: solutions per step.
-        width: channels of the network.
-        modes: kept by its spectral layers.
-        layers: number of layers.
-    """
+    """Options of the command line, and the network."""
 
     ranks: int = option(4, RANKS, 1)
     backend: str = option("threads", BACKEND)
     epochs: int = option(30, "Passes over the training solutions.", 1)
     points: int = option(126, "Grid points; need not be divisible by the number of ranks.", 8)
     samples: int = option(96, "Number of training solutions.", 1)
-    held_out: int = 32
-    batch: int = 16
-    width: int = 12
-    modes: int = 12
-    layers: int = 3
+    held_out: int = 32  # number of test solutions
+    batch: int = 16  # solutions per step
+    width: int = 12  # channels of the network
+    modes: int = 12  # kept by its spectral layers
+    layers: int = 3  # number of layers
     seed: int = option(0, SEED, 0)
 
 
@@ -91,14 +83,10 @@ def initial_fields(number: int, points: int, seed: int) -> Tensor:
 
 
 def solved(fields: Tensor, steps: int = 400) -> Tensor:
-    r"""u(x, 1) of u_t + u u_x = nu u_xx on a circle of length 1, from u(x, 0).
+    r"""u(x, 1) of u_t + u u_x = nu u_xx on a circle of length 1, from u(x, 0), shape (number, points).
 
     In Fourier space, the viscous term is integrated exactly and the nonlinear term by the classical Runge-Kutta method,
     with the 2/3 rule against aliasing. Source: Canuto et al., Spectral methods in fluid dynamics (1988).
-
-    Args:
-        fields: u(x, 0), shape (number, points).
-        steps: number of time steps.
     """
     points = fields.shape[-1]
     k = 2 * pi * torch.arange(points // 2 + 1, dtype=torch.float64)
@@ -148,10 +136,6 @@ class Operator(nn.Module):
 
     Each layer adds a spectral convolution and a convolution of three points. The sharded operator has the state dict of
     the dense one.
-
-    Args:
-        job: has width, modes and layers.
-        sizes: each rank's number of points; None: dense.
     """
 
     def __init__(self, job: Job, sizes: tuple[int, ...] | None = None) -> None:
@@ -196,43 +180,27 @@ RATE = 0.006
 
 @dataclass(frozen=True)
 class Step:
-    """The state after an epoch.
+    """The state after an epoch."""
 
-    Attributes:
-        losses: of its steps.
-        held_out: the error on the held-out solutions.
-        operator: the operator.
-    """
-
-    losses: list[float]
-    held_out: float
-    operator: Operator
+    losses: list[float]  # of its steps
+    held_out: float  # the error on the held-out solutions
+    operator: Operator  # the operator
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results of the job.
-
-    Attributes:
-        job: its options.
-        losses, right: of each step, on ranks and on one process.
-        held_out: after each epoch, the error on held-out solutions, on ranks.
-        slope: the difference of the first gradient from that on one process, relative to its largest entry.
-        apart: the largest absolute difference of a parameter after training.
-        baseline: the held-out error of the linear equation.
-        picture: a held-out field, its solution, and the operator's prediction.
-        seconds: run time.
-    """
+    """The results of the job."""
 
     job: Job
-    losses: list[float]
-    right: list[float]
-    held_out: list[float]
+    losses: list[float]  # of each step, on ranks
+    right: list[float]  # the same on one process
+    held_out: list[float]  # after each epoch, the error on held-out solutions, on ranks
+    # the difference of the first gradient from that on one process, relative to its largest entry
     slope: float
-    apart: float
-    baseline: float
-    picture: tuple[Tensor, Tensor, Tensor]
-    seconds: float
+    apart: float  # the largest absolute difference of a parameter after training
+    baseline: float  # the held-out error of the linear equation
+    picture: tuple[Tensor, Tensor, Tensor]  # a held-out field, its solution, and the operator's prediction
+    seconds: float  # run time
 
     @property
     def far(self) -> list[float]:
@@ -306,12 +274,7 @@ def _on_rank(
 
 
 def run(job: Job, watcher: Watcher | None = None) -> Result:
-    """Run the job.
-
-    Raises:
-        ArgumentError: invalid number of ranks or backend.
-        RankError: a rank failed.
-    """
+    """Run the job."""
     watcher, started = watcher or Watcher(), time.perf_counter()
     for name in (ON_RANKS, ALONE):
         watcher.begin(name, job.epochs)

@@ -67,27 +67,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Settings:
-    """Hyperparameters; the model is in float64, so that rounding errors stay small.
+    """Hyperparameters; the model is in float64, so that rounding errors stay small."""
 
-    Attributes:
-        width: hidden size.
-        heads: number of attention heads.
-        blocks: number of transformer blocks.
-        context: sequence length in characters.
-        batch: sequences per step, over all ranks.
-        steps: number of training steps.
-        lr: learning rate of AdamW.
-        seed: of the initial parameters and the batches.
-    """
-
-    width: int = 32
-    heads: int = 4
-    blocks: int = 2
-    context: int = 64
-    batch: int = 16
-    steps: int = 30
-    lr: float = 3e-3
-    seed: int = 0
+    width: int = 32  # hidden size
+    heads: int = 4  # number of attention heads
+    blocks: int = 2  # number of transformer blocks
+    context: int = 64  # sequence length in characters
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 30  # number of training steps
+    lr: float = 3e-3  # learning rate of AdamW
+    seed: int = 0  # of the initial parameters and the batches
 
 
 class Block(nn.Module):
@@ -187,14 +176,7 @@ def batch_of(text: Tensor, settings: Settings, step: int) -> tuple[Tensor, Tenso
 
 
 def train(model: nn.Module, text: Tensor, settings: Settings, *, parts: bool) -> Iterator[float]:
-    """Train a model; yields the loss of each step.
-
-    Args:
-        model: the dense model, or the result of `in_parts` on the current mesh.
-        text: as ids.
-        settings: the hyperparameters.
-        parts: True for the parallel model.
-    """
+    """Train a model; yields the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), settings.lr)
     places = torch.arange(settings.context)
     if parts:
@@ -214,25 +196,15 @@ def train(model: nn.Module, text: Tensor, settings: Settings, *, parts: bool) ->
 
 @dataclass(frozen=True)
 class Result:
-    """The results of the job.
+    """The results of the job."""
 
-    Attributes:
-        job: its options.
-        losses: of each step, on ranks.
-        right: of each step, on one process.
-        apart: the largest absolute difference of a parameter after training.
-        words: the size of the vocabulary.
-        numbers: the number of parameters, and the largest number on a rank.
-        seconds: run time of each run.
-    """
-
-    job: Job
-    losses: list[float]
-    right: list[float]
-    apart: float
-    words: int
-    numbers: tuple[int, int]
-    seconds: dict[str, float]
+    job: Job  # its options
+    losses: list[float]  # of each step, on ranks
+    right: list[float]  # of each step, on one process
+    apart: float  # the largest absolute difference of a parameter after training
+    words: int  # the size of the vocabulary
+    numbers: tuple[int, int]  # the number of parameters, and the largest number on a rank
+    seconds: dict[str, float]  # run time of each run
 
     @property
     def far(self) -> list[float]:

@@ -139,14 +139,7 @@ def draw_losses(losses: Axes, apart: Axes, result: Any) -> None:
 
 
 def option(default: Any, text: str, least: int | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field of a job that is an option of the command line.
-
-    Args:
-        default: its default, or a function that returns it.
-        text: its help.
-        least: the smallest number.
-        choices: the texts that are allowed.
-    """
+    """A field of a job that is an option of the command line."""
     how: dict[str, Any] = {"metadata": {"help": text, "least": least, "choices": choices}}
     if callable(default):
         return dataclasses.field(default_factory=default, **how)

@@ -3,6 +3,7 @@
 `@pytest.mark.world(4)` runs the body of a test on four ranks, each with the same fixture values; the fixture `world`
 gives a test the ranks, to run functions on. Ranks are threads by default, or processes, and live until the end of the
 session. A failure on ranks is reported like that of any other test, once, with its ranks.
+`gradmesh_pytest.assert_right(train)` runs `gradmesh check` on a script or function.
 
 pytest imports this module at every start, so gradmesh and torch are imported only by the first test on ranks.
 """
@@ -19,9 +20,18 @@ from gradmesh_pytest import settings
 
 if TYPE_CHECKING:
     from gradmesh_pytest.on_rank import RankGenerator
+    from gradmesh_pytest.plans import assert_right as assert_right
     from gradmesh_pytest.running import Session, World
 
 _SESSION = pytest.StashKey["Session"]()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "assert_right":
+        from gradmesh_pytest.plans import assert_right
+
+        return assert_right
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

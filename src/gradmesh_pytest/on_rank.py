@@ -43,17 +43,11 @@ class RankGenerator:
 
 @dataclasses.dataclass
 class Subtest:
-    """The outcome of a subtest on a rank.
-
-    Attributes:
-        message: its message.
-        values: its keyword arguments.
-        error: its error, or None.
-    """
+    """The outcome of a subtest on a rank."""
 
     message: str | None
-    values: dict[str, str]
-    error: BaseException | None = None
+    values: dict[str, str]  # its keyword arguments
+    error: BaseException | None = None  # its error, or None
 
 
 class Subtests:
@@ -76,13 +70,7 @@ class Subtests:
 
 
 def resolved(values: Mapping[str, object], rank: int, subtests: Subtests) -> dict[str, object]:
-    """The fixture values on a rank.
-
-    Args:
-        values: pytest's values.
-        rank: the rank in the world.
-        subtests: the replacement of the fixture `subtests`.
-    """
+    """The fixture values on a rank."""
 
     def resolve(value: object) -> object:
         if isinstance(value, RankGenerator):
@@ -97,18 +85,13 @@ _NAME = "_gradmesh_pytest"
 
 @dataclasses.dataclass
 class Attached:
-    """Information that is sent with an error, as an attribute, to the pytest process.
+    """Information that is sent with an error, as an attribute, to the pytest process."""
 
-    Attributes:
-        kind: the name of its class.
-        place: the file and line where it was raised.
-        shown: pytest's representation, created on the rank because frames cannot be pickled; None: frames are present.
-        subtests: the subtests of the function that raised it.
-    """
-
-    kind: str = ""
-    place: tuple[str, int] = ("", 0)
+    kind: str = ""  # the name of its class
+    place: tuple[str, int] = ("", 0)  # the file and line where it was raised
+    # pytest's representation, created on the rank because frames cannot be pickled; None: frames are present
     shown: Any = None
+    # the subtests of the function that raised it
     subtests: list[Subtest] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -139,22 +122,14 @@ def place(error: BaseException) -> tuple[str, int]:
 
 
 class Terminal:
-    """Gives the first failed rank access to pytest's terminal.
-
-    Args:
-        config: the session's config.
-
-    Attributes:
-        address: the address of the socket.
-        quits: whether the user has left the debugger with `q`, which ends the session.
-        was_used: whether a rank has used the terminal.
-    """
+    """Gives the first failed rank access to pytest's terminal."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._capture: Any = config.pluginmanager.getplugin("capturemanager")
         self._folder = tempfile.mkdtemp(prefix="gradmesh-")  # only this user can access it
         self.address = os.path.join(self._folder, "pdb")
-        self.quits = self.was_used = False
+        self.was_used = False
+        self.quits = False  # the user has left the debugger with `q`, which ends the session
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(self.address)
         self._door.listen()
@@ -213,13 +188,7 @@ _QUITS = b"\x04"
 
 
 def debug(address: str, error: BaseException, heading: str) -> None:
-    """Debug an error on this process rank, unless another rank uses the terminal.
-
-    Args:
-        address: the address of pytest's terminal.
-        error: the error with its traceback.
-        heading: text to print first.
-    """
+    """Debug an error on this process rank, unless another rank uses the terminal."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as terminal:
         terminal.connect(address)
         if terminal.recv(1) != b"y":
@@ -249,42 +218,26 @@ class Warned:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The options of a run.
+    """The options of a run."""
 
-    Attributes:
-        seed: the test's seed.
-        is_process: whether the rank is a process.
-        wants_value: whether to return the function's result.
-        filters: the warning filters for processes; empty: keep the process's filters.
-        terminal: the address of pytest's terminal, to debug a failure; empty without --pdb.
-    """
-
-    seed: int
-    is_process: bool
-    wants_value: bool
-    filters: tuple[Any, ...] = ()
-    terminal: str = ""
+    seed: int  # the test's seed
+    is_process: bool  # whether the rank is a process
+    wants_value: bool  # whether to return the function's result
+    filters: tuple[Any, ...] = ()  # the warning filters for processes; empty: keep the process's filters
+    terminal: str = ""  # the address of pytest's terminal, to debug a failure; empty without --pdb
 
 
 @dataclasses.dataclass
 class Answer:
-    """The outcome of the function on a rank.
+    """The outcome of the function on a rank."""
 
-    Attributes:
-        how: "passed", "skipped" or "xfailed".
-        reason: the reason of a skip or xfail.
-        value: the return value.
-        subtests: the outcomes of its subtests.
-        spoiled: whether the function replaced the rank's world, so that the ranks cannot be reused.
-        warned: the warnings of a process.
-    """
-
-    how: str = "passed"
-    reason: str = ""
-    value: Any = None
-    subtests: list[Subtest] = dataclasses.field(default_factory=list)
+    how: str = "passed"  # "passed", "skipped" or "xfailed"
+    reason: str = ""  # the reason of a skip or xfail
+    value: Any = None  # the return value
+    subtests: list[Subtest] = dataclasses.field(default_factory=list)  # the outcomes of its subtests
+    # whether the function replaced the rank's world, so that the ranks cannot be reused
     spoiled: bool = False
-    warned: list[Warned] = dataclasses.field(default_factory=list)
+    warned: list[Warned] = dataclasses.field(default_factory=list)  # the warnings of a process
 
     @property
     def text(self) -> str:
@@ -313,11 +266,7 @@ class Method:
 
 
 def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], task: Task) -> Answer:
-    """Run a function of a test on this rank.
-
-    Raises:
-        BaseException: the function's exception, except for skips and expected failures.
-    """
+    """Run a function of a test on this rank."""
     __tracebackhide__ = True
     answer, subtests = Answer(), Subtests()
     world, dtype, grad_mode = dist.group.WORLD, torch.get_default_dtype(), torch.is_grad_enabled()
@@ -339,8 +288,9 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
             attach(error, _attached(error, fn, subtests))
             if task.terminal:
                 debug(task.terminal, error, f"\n{Attached.of(error).shown}\n\nThis is rank {rank}.\n")
-            if not _can_be_pickled(error):
-                raise _stand_in(error) from None
+            sendable = _sendable(error)
+            if sendable is not error:
+                raise sendable from None
         else:
             attach(error, Attached(subtests=subtests.ended))
         raise
@@ -396,20 +346,16 @@ def _portable(subtests: Subtests, fn: Callable[..., Any]) -> list[Subtest]:
     for subtest in subtests.ended:
         if subtest.error is not None:
             attach(subtest.error, _attached(subtest.error, fn))
-            if not _can_be_pickled(subtest.error):
-                subtest.error = _stand_in(subtest.error)
+            subtest.error = _sendable(subtest.error)
     return subtests.ended
 
 
-def _can_be_pickled(error: BaseException) -> bool:
+def _sendable(error: BaseException) -> BaseException:
+    """The error, or a replacement if it cannot be pickled."""
     try:
         pickle.loads(dumps_result(error))  # an exception with a custom __init__ may fail to unpickle
     except Exception:
-        return False
-    return True
-
-
-def _stand_in(error: BaseException) -> StandIn:
-    found = StandIn(f"{type(error).__name__}: {error}")
-    attach(found, Attached.of(error))
-    return found
+        found = StandIn(f"{type(error).__name__}: {error}")
+        attach(found, Attached.of(error))
+        return found
+    return error

@@ -25,51 +25,32 @@ _NOT_TO_RAISE = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 @dataclasses.dataclass
 class Group:
-    """Ranks on which the same kind of error was raised at the same line.
+    """Ranks on which the same kind of error was raised at the same line."""
 
-    Attributes:
-        first: the failure that is shown.
-        same: the other ranks with the same message.
-        texts: the messages of ranks where they differ.
-        shown: pytest's representation of the first failure; None: it has no frames.
-    """
-
-    first: Failure
-    same: list[int] = dataclasses.field(default_factory=list)
-    texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    shown: Any = None
+    first: Failure  # the failure that is shown
+    same: list[int] = dataclasses.field(default_factory=list)  # the other ranks with the same message
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)  # the messages of ranks where they differ
+    shown: Any = None  # pytest's representation of the first failure; None: it has no frames
 
 
 @dataclasses.dataclass
 class RankReport:
-    """The part of a report that describes the ranks.
+    """The part of a report that describes the ranks."""
 
-    Attributes:
-        size: the number of ranks.
-        groups: the failures, the first one first; empty if ranks only timed out or disagree.
-        lines: the outcomes of the other ranks.
-        inside: whether the error was raised by `world.run`, so that the test's frames are shown too.
-        headline: the summary line if there is no failure.
-    """
-
-    size: int
-    groups: list[Group]
-    lines: list[str]
+    size: int  # the number of ranks
+    groups: list[Group]  # the failures, the first one first; empty if ranks only timed out or disagree
+    lines: list[str]  # the outcomes of the other ranks
+    # whether the error was raised by `world.run`, so that the test's frames are shown too
     inside: bool = False
-    headline: str = ""
+    headline: str = ""  # the summary line if there is no failure
 
 
 @dataclasses.dataclass
 class Result:
-    """The result of a test.
+    """The result of a test."""
 
-    Attributes:
-        error: the error to raise; None: it passed.
-        report: the description of the ranks for its report, or None.
-    """
-
-    error: BaseException | None = None
-    report: RankReport | None = None
+    error: BaseException | None = None  # the error to raise; None: it passed
+    report: RankReport | None = None  # the description of the ranks for its report, or None
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -83,13 +64,7 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def result_of(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Result:
-    """The result of a test.
-
-    Args:
-        outcome: the outcome of its function on the ranks.
-        fn: the function.
-        config: the session's config.
-    """
+    """The result of a test."""
     answers: dict[int, Answer] = {r: a for r, a in outcome.results.items() if isinstance(a, Answer)}
     hows = {answer.how for answer in answers.values()}
     if not outcome.failures and not outcome.missing and len(hows) == 1:

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["prepare", "rewritten", "show"]
-
 
 class _Pytest:
     """The pytest of a rank."""
@@ -39,13 +37,7 @@ def rewritten() -> list[str]:
 
 
 def prepare(path: Sequence[str], names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Make pytest's modules importable on this rank, with rewritten assertions.
-
-    Args:
-        path: pytest's `sys.path`.
-        names: the modules whose assertions are rewritten.
-        arguments: pytest's command-line options for the display of failures.
-    """
+    """Make pytest's modules importable on this rank, with rewritten assertions."""
     sys.path[:] = path
     with contextlib.suppress(ImportError, AttributeError):
         if _Pytest.config is None:
@@ -83,13 +75,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def show(error: BaseException, fn: Callable[..., Any], config: Any = None) -> Any:
-    """Pytest's representation of an error, as an object that can be pickled; None if not available.
-
-    Args:
-        error: the error with its traceback.
-        fn: the outermost function to show.
-        config: pytest's config; defaults to that of this rank.
-    """
+    """Pytest's representation of an error, as an object that can be pickled; None if not available."""
     config = _Pytest.config if config is None else config
     if config is None:
         return None

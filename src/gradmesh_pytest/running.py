@@ -31,11 +31,7 @@ _DEBUGGED = 86400.0
 
 
 class Pools:
-    """The ranks of a session, by number and backend.
-
-    Args:
-        arguments: pytest's command-line options for the display of failures, for process ranks.
-    """
+    """The ranks of a session, by number and backend."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = list(arguments)
@@ -50,12 +46,7 @@ class Pools:
         kwargs: Mapping[str, object],
         task: on_rank.Task,
     ) -> Outcome:
-        """Run a test's function on ranks, and return each rank's outcome.
-
-        Raises:
-            gradmesh.ArgumentError: the backend is unknown, or the function or its arguments cannot be pickled.
-            gradmesh.MissingExtraError: they must be sent by value and cloudpickle is not installed.
-        """
+        """Run a test's function on ranks, and return each rank's outcome."""
         key = where.size, where.backend
         pool = self._pool(key, where.timeout)
         if where.backend != "threads":
@@ -92,9 +83,8 @@ class Pools:
         """Make modules that pytest has imported since the last call importable on process ranks."""
         state = (len(sys.modules), *sys.path)
         if self._prepared.get(key) != state:
-            pool.timeout = (
-                pool.timeout or _DEBUGGED
-            )  # this call may start the ranks, whose group uses this timeout
+            # This call may start the ranks, whose group uses this timeout.
+            pool.timeout = pool.timeout or _DEBUGGED
             names = rewriting.rewritten()
             pool.attempt(rewriting.prepare, (list(sys.path), names, self._arguments), {}).values()
             self._prepared[key] = state
@@ -110,16 +100,7 @@ _OF_PYTEST = ("_pytest", "pytest")
 def check_sendable(
     values: Mapping[str, object], backend: str, why_not: Callable[[object], str | None]
 ) -> None:
-    """Raise for values that process ranks cannot get.
-
-    Args:
-        values: the values by fixture name.
-        backend: the backend of the ranks.
-        why_not: why a value cannot be sent; None: it can.
-
-    Raises:
-        ArgumentError: there are such values; the message names their fixtures.
-    """
+    """Raise for values that process ranks cannot get."""
     reasons = {name: why_not(value) for name, value in sorted(values.items())}
     lost = {name: reason for name, reason in reasons.items() if reason is not None}
     if lost:
@@ -200,12 +181,7 @@ class World:
 
 
 class Session:
-    """The ranks of a pytest session, and the failures for its reports.
-
-    Args:
-        config: the session's config.
-        pools: ranks to use, which the caller closes; by default the session creates them.
-    """
+    """The ranks of a pytest session, and the failures for its reports."""
 
     def __init__(self, config: pytest.Config, pools: Pools | None = None) -> None:
         self._config = config
@@ -236,11 +212,7 @@ class Session:
         return RankGenerator(self._seed(item))
 
     def run_test(self, item: pytest.Function, fn: Callable[..., Any], values: Mapping[str, object]) -> None:
-        """Run the body of a test on every rank.
-
-        Raises:
-            BaseException: the error of the first failed rank, or a skip.
-        """
+        """Run the body of a test on every rank."""
         __tracebackhide__ = True
         theirs = values.get("subtests")
         kwargs = {**values, "subtests": Subtests()} if "subtests" in values else values
@@ -326,6 +298,10 @@ class Session:
             except RankError as error:  # as gradmesh.launch raises it
                 result.error = error.with_traceback(None)
             result.report.inside = True
+        return self._noted(result)
+
+    def _noted(self, result: Result) -> Result:
+        """Keep the description of the ranks for the report of the error."""
         if result.error is not None and result.report is not None:
             self._reports.append((result.error, result.report))
         return result
@@ -364,15 +340,13 @@ class Session:
     def _not_run(self, error: BaseException) -> Result:
         bare = error.with_traceback(None)
         bare.__suppress_context__ = True
-        result = Result(bare, RankReport(1, [], [], headline=str(error).partition("\n")[0]))
-        self._reports.append((bare, result.report or RankReport(1, [], [])))
-        return result
+        return self._noted(Result(bare, RankReport(1, [], [], headline=str(error).partition("\n")[0])))
 
     def _end(self, result: Result) -> None:
         if self._was_debugged and result.report is not None:
             # Already debugged on its rank. pytest does not start pdb again for BdbQuit.
             result.error = BdbQuit()
-            self._reports.append((result.error, result.report))
+            self._noted(result)
         # No __tracebackhide__ here: if all frames are hidden, pytest shows only the first line of an error.
         if result.error is not None:
             raise result.error
@@ -390,17 +364,11 @@ class Session:
                 ended.setdefault((subtest.message, repr(subtest.values)), {})[rank] = subtest
         for by_rank in ended.values():
             subtest = next(iter(by_rank.values()))
-            result = self._subtest_result(by_rank, outcome.size, fn)
+            result = self._noted(result_of_subtest(by_rank, outcome.size, fn, self._config))
             if test is not None:
                 texts = () if subtest.message is None else (subtest.message,)
                 with test(*texts, **{name: _Text(value) for name, value in subtest.values.items()}):
                     self._end(result)
-
-    def _subtest_result(self, ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any]) -> Result:
-        result = result_of_subtest(ended, size, fn, self._config)
-        if result.error is not None and result.report is not None:
-            self._reports.append((result.error, result.report))
-        return result
 
     def _seed(self, item: pytest.Item) -> int:
         return zlib.crc32(f"{item.nodeid} {self._config.getoption('world_seed')}".encode())

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["MARK", "Where", "add_options", "each", "is_several", "mark_of", "where"]
-
 MARK = (
     "world(*sizes, backend=None, timeout=None): run the test on that number of ranks. Several sizes or a list of "
     "backends ('threads', 'shm', 'gloo', ...) parametrize the test. timeout: seconds that the ranks may take."
@@ -18,17 +16,11 @@ Param = tuple[int | None, str | None]
 
 
 class Where(NamedTuple):
-    """The ranks that a test runs on.
+    """The ranks that a test runs on."""
 
-    Attributes:
-        size: the number of ranks.
-        backend: "threads", or a backend of torch.distributed for processes.
-        timeout: seconds that they may take; None: no limit.
-    """
-
-    size: int
-    backend: str
-    timeout: float | None
+    size: int  # the number of ranks
+    backend: str  # "threads", or a backend of torch.distributed for processes
+    timeout: float | None  # seconds that they may take; None: no limit
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -76,16 +68,7 @@ def each(mark: pytest.Mark) -> list[Param]:
 
 
 def where(config: pytest.Config, mark: pytest.Mark | None = None, param: object = None) -> Where:
-    """The ranks that a test runs on.
-
-    Args:
-        config: the session's config.
-        mark: the test's mark.
-        param: the parameter of the fixture `world`: a size, or a size and a backend.
-
-    Raises:
-        gradmesh.ArgumentError: one of them is invalid.
-    """
+    """The ranks that a test runs on."""
     size: Any = None
     backend: Any = None
     timeout: Any = None

@@ -46,6 +46,10 @@ UNDIFFERENTIATED = {
     "gradients_averaged_in_a_step_hook": "gradients that a hook of the optimizer averages, behind what is seen of them",
     "rates_tried_in_parallel": "ranks that train each a model of its own",
     "loader_with_workers": "a loop over batches of workers",
+    "evolution_strategy": "steps without any gradient",
+    "summed_and_assigned_in_turn": "steps without an optimizer",
+    "local_steps_of_masters": "an optimizer of copies, and bfloat16",
+    "copy_adapted_by_each_rank": "gradients of copies that each rank adapts by itself",
 }
 """Scripts whose gradients cannot be held against differences, and why."""
 
@@ -55,6 +59,7 @@ UNLIKE_TWIN = {
     "step_on_rank_0_alone",
     "server_broadcasts_before_its_step",
     "decay_by_rank_fsdp2",
+    "weights_summed_and_assigned",
 }
 """Scripts whose parameters and gradients show nothing by themselves, but end elsewhere than their twin's."""
 

@@ -9,7 +9,9 @@ It is torch's PrivateUse1 device under the name "simulated":
 * What makes the host wait is counted, by line of gradmesh: reading a value, sizes that depend on values, and copies
   between host and device, except with `non_blocking=True` to the device.
 
-It does not simulate the speed of kernels, several devices, memory limits, graphs, or pinned memory.
+* Kernels can be captured and replayed, as CUDA graphs.
+
+It does not simulate the speed of kernels, several devices, memory limits, or pinned memory.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import gradmesh as gm
 from tests.simulated_device.build import why_not
-from tests.simulated_device.device import NAME, core, counted, delayed, install, is_simulated, waits
+from tests.simulated_device.device import (
+    NAME,
+    Graph,
+    captured,
+    core,
+    counted,
+    delayed,
+    install,
+    is_simulated,
+    waits,
+)
 from tests.simulated_device.group import ALONE, BACKEND, SimulatedGroup, register
 
 __all__ = [
@@ -31,7 +43,9 @@ __all__ = [
     "BACKEND",
     "NAME",
     "POOL",
+    "Graph",
     "SimulatedGroup",
+    "captured",
     "core",
     "counted",
     "delayed",

@@ -23,7 +23,19 @@ from torch.utils import backend_registration
 import gradmesh
 from tests.simulated_device import build
 
-__all__ = ["NAME", "core", "counted", "delayed", "install", "is_simulated", "raw", "waits"]
+__all__ = [
+    "NAME",
+    "Graph",
+    "captured",
+    "core",
+    "counted",
+    "delayed",
+    "install",
+    "is_simulated",
+    "launch",
+    "raw",
+    "waits",
+]
 
 NAME = "simulated"
 """The name of the device, as in `torch.device("simulated")`."""
@@ -139,8 +151,56 @@ def waits(found: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
     return Counter({key: n for key, n in found.items() if key[1] != "test"})
 
 
+class Graph:
+    """Kernels that were captured, which `replay` queues again.
+
+    Attributes:
+        kernels: in the order in which they were queued.
+        pool: the memory that was allocated meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], None]] = []
+        self.pool: list[Tensor] = []
+
+    def replay(self) -> None:
+        """Queue all kernels on the current stream."""
+        for kernel in self.kernels:
+            core().launch_here(kernel)
+
+
+_capturing: list[Graph] = []
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[Graph]:
+    """Capture the kernels of the block instead of running them, as a CUDA graph.
+
+    What CUDA graphs do not allow raises: a wait of the host, and a copy from memory of the host, which is freed before
+    the graph is replayed.
+    """
+    graph = Graph()
+    _capturing.append(graph)
+    try:
+        yield graph
+    finally:
+        _capturing.pop()
+
+
+def launch(kernel: Callable[[], None], stream: int | None = None) -> None:
+    """Queue a kernel, on the current stream by default; during a capture only note it."""
+    if _capturing:
+        _capturing[-1].kernels.append(kernel)
+    elif stream is None:
+        core().launch_here(kernel)
+    else:
+        core().launch(stream, kernel)
+
+
 def _count(kind: str) -> None:
     """Count a wait for the innermost frame of gradmesh, or of a test that is further inside."""
+    if _capturing:
+        raise RuntimeError(f"the host waits for the device during a capture: {kind}")
     frame: Any = sys._getframe(1)
     while frame is not None:
         line = _line(frame.f_code.co_filename)
@@ -208,9 +268,11 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tenso
     if not is_simulated(target):
         core().synchronize_here("copy to host")
         return target.copy_(_lazily(source))
+    if _capturing and not is_simulated(source):
+        raise RuntimeError("memory of the host is copied to the device during a capture")
     given = _lazily(source) if is_simulated(source) else source.clone()
     to = _lazily(target)
-    core().launch_here(lambda: to.copy_(given))
+    launch(lambda: to.copy_(given))
     if not is_simulated(source) and not non_blocking:
         core().synchronize_here(
             "copy to device"
@@ -235,7 +297,7 @@ def _with_values(op: Any, args: Any, kwargs: Any) -> Any:
             return value
         made = core().empty_like(value)
         to = raw(made)
-        core().launch_here(lambda: to.copy_(value))
+        launch(lambda: to.copy_(value))
         return made
 
     return pytree.tree_map(on_device, values)
@@ -244,7 +306,7 @@ def _with_values(op: Any, args: Any, kwargs: Any) -> Any:
 def _launched(op: Any, args: Any, kwargs: Any) -> Any:
     """Queue an operator that only writes into `out`."""
     given, named = _mapped(_as_cpu, args), _mapped(_as_cpu, kwargs)
-    core().launch_here(lambda: op(*given, **named))
+    launch(lambda: op(*given, **named))
     return kwargs["out"]
 
 
@@ -279,6 +341,8 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
         if y is result and isinstance(result, Tensor):
             y = core().empty_like(result)
             fresh.append((number, raw(y)))
+            if _capturing:
+                _capturing[-1].pool.append(y)
         made.append(y)
     if not is_empty and op is not aten.resize_.default:
         given, named = _mapped(_as_cpu, args), _mapped(_as_cpu, kwargs)
@@ -291,7 +355,7 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
                 for number, memory in fresh:
                     memory.copy_(values[number])
 
-        core().launch_here(kernel)
+        launch(kernel)
     return made[0] if spec is None else pytree.tree_unflatten(made, spec)
 
 

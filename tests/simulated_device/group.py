@@ -3,26 +3,37 @@
 A collective of device tensors runs on a stream of the group, behind what was queued on the current stream, and
 `work.wait()` makes the current stream wait for it. Nothing is kept alive: who calls keeps the tensors until then.
 The bytes are sent by Gloo. CPU tensors go to another Gloo group at once.
+
+Gloo ends the process where operands of different sizes meet. NCCL does not: its kernels wait, until the group is
+aborted. So do these: the ranks first exchange the kind and the sizes of the collective.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from tests.simulated_device.device import NAME, core, is_simulated, raw
+from tests.simulated_device.device import NAME, core, is_simulated, launch, raw
 
 __all__ = ["ALONE", "BACKEND", "SimulatedGroup", "register"]
 
 BACKEND, ALONE = "simulated", "simulated_alone"
 """The backend for CPU tensors and device tensors, and the one for device tensors alone."""
 
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+}
+"""Those of NCCL, which has no complex ones."""
 
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs know none of what torch calls
@@ -61,6 +72,7 @@ class SimulatedGroup(_ProcessGroup):
         self._names = {"name": "", "desc": ""}
         self._collectives = core().new_stream()
         self._messages: dict[object, int] = {}
+        self._aborted = threading.Event()
         self.launched: Counter[str] = Counter()
         self.seconds = 0.0
 
@@ -79,18 +91,50 @@ class SimulatedGroup(_ProcessGroup):
             assert not any(map(is_simulated, tensors))
             call = getattr(self._host, name)
             return call(tensors, *others) if listed else call(*tensors, *others)
+        for x in tensors:
+            if x.dtype not in _DTYPES:
+                raise TypeError(f"a tensor's dtype is not supported by the process group: {x.dtype}")
         self.launched[name] += 1
         stream = self._collectives if stream is None else stream
         memory, seconds, gloo = [raw(x) for x in tensors], self.seconds, getattr(self._device, name)
+        collective = name not in ("send", "recv")
 
         def kernel() -> None:
             if seconds:
                 time.sleep(seconds)
+            if collective and not self._matches(name, memory, others):
+                self._aborted.wait()
+                raise RuntimeError("the process group was aborted")
             (gloo(memory, *others) if listed else gloo(*memory, *others)).wait()
 
         core().block(stream, core().mark(core().current_stream()))
-        core().launch(stream, kernel)
+        launch(kernel, stream)
         return SimulatedWork(stream)
+
+    def _matches(self, name: str, memory: list[Tensor], others: Any) -> bool:
+        """Whether the ranks make the same collective with sizes that fit; called on the stream of the collectives."""
+        size = self.size()
+        root = getattr(others[0], "rootRank", 0) if others else 0
+        kind = zlib.crc32(f"{name} {root} {len(memory)}".encode())
+        if name == "alltoall_base":
+            out, x = memory
+            receive, send = (
+                [n * t.itemsize * (t[0].numel() if t.numel() else 0) for n in counts]
+                if counts
+                else size * [t.nbytes // size]
+                for t, counts in zip((out, x), others, strict=True)
+            )
+        else:
+            receive = send = size * [sum(x.nbytes for x in memory)]
+        own = torch.tensor([kind, *send, *receive], device="cpu")
+        every = torch.empty(size * own.numel(), dtype=own.dtype, device="cpu")
+        self._device._allgather_base(every, own).wait()
+        rows = every.view(size, -1)
+        return bool((rows[:, 0] == kind).all()) and torch.equal(rows[:, 1 : 1 + size], rows[:, 1 + size :].T)
+
+    def abort(self) -> None:
+        """End the collectives that wait for others."""
+        self._aborted.set()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._made("allreduce", tensors, opts or dist.AllreduceOptions())

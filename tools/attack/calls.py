@@ -8,20 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "BY_HAND",
-    "DERIVATIVES",
-    "HELPERS",
-    "STRUCTURES",
-    "TAKES_STRUCTURES",
-    "VMAPS",
-    "PerRank",
-    "Verb",
-    "call",
-    "literal",
-    "pick",
-]
-
 TAKES_STRUCTURES = ("all_gather", "all_reduce", "broadcast", "permute", "replicate", "shift")
 """The verbs that do."""
 
@@ -96,31 +82,19 @@ def pick(value: Any, rank: int) -> Any:
 
 @dataclass(frozen=True)
 class Verb:
-    """A collective.
+    """A collective."""
 
-    Attributes:
-        name: the variable.
-        verb: the name of the verb; "messages" are sends and receives of each rank.
-        arg: its operand.
-        axis: over which it runs.
-        params: what else it is called with.
-        recorded: whether gradients are.
-        way: "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
-        adjoint: of a call by hand, the verb that its backward calls.
-        later: the most statements between an async call and its wait; None: the call is synchronous.
-        coalesced: whether an async call is in a block of `gradmesh.coalesce` with those beside it.
-    """
-
-    name: str
-    verb: str
-    arg: str
-    axis: str
-    params: tuple[tuple[str, Any], ...] = ()
-    recorded: bool = True
-    way: str = ""
-    adjoint: Verb | None = None
+    name: str  # the variable
+    verb: str  # the name of the verb; "messages" are sends and receives of each rank
+    arg: str  # its operand
+    axis: str  # over which it runs
+    params: tuple[tuple[str, Any], ...] = ()  # what else it is called with
+    recorded: bool = True  # whether gradients are
+    way: str = ""  # "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`
+    adjoint: Verb | None = None  # of a call by hand, the verb that its backward calls
+    # the most statements between an async call and its wait; None: the call is synchronous
     later: int | None = None
-    coalesced: bool = False
+    coalesced: bool = False  # whether an async call is in a block of `gradmesh.coalesce` with those beside it
 
 
 def literal(key: str, value: Any) -> str:
@@ -160,13 +134,7 @@ def call(verb: Verb, operand: str) -> str:
 
 
 def launched(verb: Verb, operand: str, pending: str) -> tuple[str, str]:
-    """The expression that launches the call, and the expression of its result.
-
-    Args:
-        verb: a call that takes `async_op`, in a way that leaves statements to run before the wait.
-        operand: the operand.
-        pending: the variable that holds the first expression's value.
-    """
+    """The expression that launches the call, and the expression of its result."""
     structure = verb.way or verb.verb == "exchange"
     done = f"{pending}.wait()"
     return _bare(
@@ -193,3 +161,51 @@ def _bare(verb: Verb, operand: str) -> str:
     words += [f"{key}={literal(key, value)}" for key, value in params.items()]
     words += [] if verb.later is None else ["async_op=True"]
     return f"gm.{verb.verb}({', '.join([operand, *words])})"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a program begins with."""
+
+    name: str  # the variable
+    seed: int  # of its values; those of type V add the rank
+    shapes: tuple[tuple[int, ...], ...]  # each rank's shape
+    kind: str  # V; R or I, the same values on all ranks
+    requires: tuple[bool, ...]  # whether it requires grad, on each rank
+
+
+@dataclass(frozen=True)
+class Local:
+    """Work without communication: an expression over variables, each rank's own."""
+
+    name: str
+    texts: tuple[str, ...]
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Statements that run under `torch.utils.checkpoint`."""
+
+    body: tuple[Local | Verb, ...]
+    reentrant: bool
+
+
+Statement = Leaf | Local | Verb | Region
+
+
+def names_of(statement: Statement) -> tuple[str, ...]:
+    """The variables that a statement defines."""
+    if isinstance(statement, Region):
+        return tuple(inner.name for inner in statement.body)
+    return (statement.name,)
+
+
+def arguments_of(statement: Statement) -> tuple[str, ...]:
+    """The variables that it uses and does not define."""
+    if isinstance(statement, Leaf):
+        return ()
+    if isinstance(statement, Region):
+        used = dict.fromkeys(arg for inner in statement.body for arg in arguments_of(inner))
+        return tuple(arg for arg in used if arg not in names_of(statement))
+    return statement.args if isinstance(statement, Local) else (statement.arg,)

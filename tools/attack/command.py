@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.attack.dense import Invalid, expected
+from tools.attack.dense import expected
 from tools.attack.draw import drawn
+from tools.attack.meanings import Invalid
 from tools.attack.programs import Program, script
 from tools.attack.run import PATIENCE, Pools, Verdict, judged
 from tools.attack.shrink import shrunk
-
-__all__ = ["DOCUMENTED", "Finding", "Summary", "attack", "main"]
 
 DOCUMENTED = {
     "a reentrant checkpoint cannot contain collectives": "ordered",
@@ -26,19 +25,12 @@ DOCUMENTED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A program that did not end as it should.
+    """A program that did not end as it should."""
 
-    Attributes:
-        index: its number in the run.
-        verdict: what became of it.
-        program: the program, made small.
-        repeated: whether it fails on fresh ranks too; else only behind the programs before it.
-    """
-
-    index: int
-    verdict: Verdict
-    program: Program
-    repeated: bool = True
+    index: int  # its number in the run
+    verdict: Verdict  # what became of it
+    program: Program  # the program, made small
+    repeated: bool = True  # whether it fails on fresh ranks too; else only behind the programs before it
 
     def shown(self, backend: str) -> str:
         """A file that runs it, with what went wrong as comments."""
@@ -50,21 +42,15 @@ class Finding:
 
 @dataclass
 class Summary:
-    """What an attack found.
+    """What an attack found."""
 
-    Attributes:
-        counts: verdicts by kind, and by whether the program was ordered, paired or neither.
-        refusals: the refusals' first lines.
-        findings: programs that did not end as they should.
-        seconds: how long it took.
-        following: the number with which a run goes on where this one ended.
-    """
-
+    # verdicts by kind, and by whether the program was ordered, paired or neither
     counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    # the refusals' first lines
     refusals: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
-    findings: list[Finding] = field(default_factory=list)
-    seconds: float = 0.0
-    following: int = 0
+    findings: list[Finding] = field(default_factory=list)  # programs that did not end as they should
+    seconds: float = 0.0  # how long it took
+    following: int = 0  # the number with which a run goes on where this one ended
 
     @property
     def programs(self) -> int:
@@ -119,21 +105,7 @@ def attack(
     pending: float = 0.0,
     by_hand: float = 0.0,
 ) -> Summary:
-    """Run random programs until there are enough, or enough findings.
-
-    Args:
-        programs: how many; those that are none the verbs are meant for do not count.
-        pools: the ranks.
-        seed: of the run.
-        ranks: the least and the largest number of ranks.
-        start: the number of the first program.
-        most_findings: when to stop.
-        tell: is given each finding, as a file.
-        shrink: whether findings are made small.
-        seconds: when to stop, whatever the number of programs.
-        pending: the share of the calls that are async and waited for later.
-        by_hand: the share of the calls in a Function whose backward calls the adjoint by hand.
-    """
+    """Run random programs until there are enough, or enough findings."""
     summary, begin, index = Summary(), time.monotonic(), start
     known: collections.Counter[tuple[str, str, str]] = collections.Counter()
     while summary.programs < programs and len(summary.findings) < most_findings:
@@ -185,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the number of findings decides the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.attack", description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--backend", default="threads", help="threads, shm or gloo")
+    parser.add_argument("--backend", default="threads", help="threads, shm, gloo or simulated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
     parser.add_argument("--ranks", default="2..4", help="the least and the largest number of ranks")
@@ -203,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=0.0,
         help="the share of the calls in a Function with a backward by hand",
     )
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds before each kernel of the device")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, help="a folder for the findings, each as a file")
     given = parser.parse_args(arguments)
@@ -215,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             number = text.split(":", 1)[0].rpartition(" ")[2]
             (given.write / f"{given.backend}_{given.seed}_{number}.py").write_text(text)
 
-    with Pools(given.backend, given.patience) as pools:
+    with Pools(given.backend, given.patience, given.delay) as pools:
         summary = attack(
             given.programs,
             pools,

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tools.attack.calls import DERIVATIVES, Verb, pick
-from tools.attack.meanings import Invalid, need
-from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term
-from tools.attack.ways import meaning
-
-__all__ = ["CONSTANT", "LINEAR", "Dense", "Expected", "Invalid", "expected"]
+from tools.attack.calls import DERIVATIVES, Leaf, Local, Region, Statement, Verb, pick
+from tools.attack.meanings import Invalid, meaning, need
+from tools.attack.programs import Program, Term
 
 LINEAR = ("2 * {0}", "-{0}", "{0}.flip(0)")
 """The expressions that a pending sum may go through."""
@@ -34,15 +31,10 @@ _LARGEST = 50.0
 
 @dataclass
 class Value:
-    """A variable on all ranks.
+    """A variable on all ranks."""
 
-    Attributes:
-        tensors: each rank's.
-        types: over each axis: V, R, I or P.
-    """
-
-    tensors: list[Tensor]
-    types: dict[str, str]
+    tensors: list[Tensor]  # each rank's
+    types: dict[str, str]  # over each axis: V, R, I or P
 
 
 Expected = list[dict[str, Tensor | None]]
@@ -82,12 +74,7 @@ def _result_type(verb: str, params: dict[str, Any], type_: str) -> str:
 
 
 class Dense:
-    """All ranks of a program.
-
-    Args:
-        program: the program.
-        duals: whether leaves get tangents; a level has to be open.
-    """
+    """All ranks of a program."""
 
     def __init__(self, program: Program, *, duals: bool = False) -> None:
         self.program = program
@@ -252,18 +239,8 @@ class Dense:
 
 
 def expected(program: Program) -> Expected:
-    """What every rank has to return.
-
-    Raises:
-        Invalid: the verbs do not support the program, or it is not differentiable.
-    """
-    flat: list[Statement] = []
-    for statement in program.statements:
-        if isinstance(statement, Region):
-            flat += statement.body
-        else:
-            flat.append(statement)
-    need(any(isinstance(each, Verb) and each.recorded for each in flat))
+    """What every rank has to return."""
+    need(any(isinstance(each, Verb) and each.recorded for each in program.flat))
     forward = "forward" in program.mode
     out: Expected = [{} for _ in range(program.ranks)]
 

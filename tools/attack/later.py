@@ -6,39 +6,24 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tools.attack.calls import DERIVATIVES, VMAPS, Verb, launched
-from tools.attack.statements import Region, Statement, arguments_of
-
-__all__ = ["blocks", "with_pending"]
+from tools.attack.calls import DERIVATIVES, VMAPS, Region, Statement, Verb, arguments_of, launched
 
 _MOST = 4
 
 
 @dataclass
 class _Open:
-    """A pending call.
+    """A pending call."""
 
-    Attributes:
-        verb: the call.
-        done: the expression of its result.
-        left: how many statements may still come before the wait.
-    """
-
-    verb: Verb
-    done: str
-    left: int
+    verb: Verb  # the call
+    done: str  # the expression of its result
+    left: int  # how many statements may still come before the wait
 
 
 def blocks(
     statements: Sequence[Statement], at_once: Callable[[Statement], list[str]], named: Callable[[str], str]
 ) -> list[str]:
-    """The lines of statements. A pending call is waited for before its result is used, or at the end.
-
-    Args:
-        statements: the statements.
-        at_once: the lines of a statement that is not async.
-        named: the variable that stands for another one.
-    """
+    """The lines of statements. A pending call is waited for before its result is used, or at the end."""
     lines: list[str] = []
     opened: list[_Open] = []
     axis: str | None = None  # of the block of coalesced calls
@@ -92,13 +77,7 @@ def _leaves_time(verb: Verb) -> bool:
 
 
 def with_pending(statements: Sequence[Statement], rng: random.Random, share: float) -> tuple[Statement, ...]:
-    """The statements with some of their calls made async.
-
-    Args:
-        statements: the statements.
-        rng: draws.
-        share: how many calls.
-    """
+    """The statements with some of their calls made async."""
     made: list[Statement] = []
     for statement in statements:
         if isinstance(statement, Region):

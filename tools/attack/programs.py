@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.attack.calls import HELPERS, PerRank, Verb, call, literal
+from tools.attack.calls import (
+    HELPERS,
+    Leaf,
+    Local,
+    PerRank,
+    Region,
+    Statement,
+    Verb,
+    arguments_of,
+    call,
+    literal,
+    names_of,
+)
 from tools.attack.later import blocks
-from tools.attack.statements import Leaf, Local, Region, Statement, arguments_of, names_of
-
-__all__ = [
-    "HEADER",
-    "MODES",
-    "Leaf",
-    "Local",
-    "Program",
-    "Region",
-    "Statement",
-    "Term",
-    "names_of",
-    "script",
-    "source",
-]
 
 MODES = ("first", "second", "third", "forward", "forward over reverse", "reverse over forward")
 """Which derivatives a program takes."""
@@ -31,8 +28,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 def leaf(seed, shape, dtype=torch.float64, grad=True):
-    data = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-    return (0.7 * data).requires_grad_(grad)
+    data = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return (0.7 * data).to(torch.get_default_device()).requires_grad_(grad)
 
 def lay_out():
     gm.mesh(rows=2, cols=2)
@@ -44,42 +41,26 @@ class Term:
     """A term of each rank's loss: an expression over one variable, or None on a rank that does not use it.
 
     In a derivative of the second order or more, the variable may be the gradient of a leaf, "grad NAME".
-
-    Attributes:
-        texts: each rank's expression.
-        arg: the variable.
-        weighted: whether rank r takes it 1 + r times.
     """
 
-    texts: tuple[str | None, ...]
-    arg: str
-    weighted: bool
+    texts: tuple[str | None, ...]  # each rank's expression
+    arg: str  # the variable
+    weighted: bool  # whether rank r takes it 1 + r times
 
 
 @dataclass(frozen=True)
 class Program:
-    """A random program.
+    """A random program."""
 
-    Attributes:
-        ranks: how many there are.
-        mesh: whether four ranks lie on a mesh, 2 by 2.
-        dtype: of all leaves.
-        mode: which derivatives are taken.
-        ordered: whether inside `gradmesh.ordered()`.
-        paired: whether every rank does the same, so that backward collectives meet without `ordered()`.
-        statements: in order.
-        losses: the terms of the loss; then those of each further order.
-        after: collectives without gradient that follow, as the next step of a training would.
-    """
-
-    ranks: int
-    mesh: bool
-    dtype: str
-    mode: str
-    ordered: bool
-    paired: bool
-    statements: tuple[Statement, ...] = ()
-    losses: tuple[tuple[Term, ...], ...] = ()
+    ranks: int  # how many there are
+    mesh: bool  # whether four ranks lie on a mesh, 2 by 2
+    dtype: str  # of all leaves
+    mode: str  # which derivatives are taken
+    ordered: bool  # whether inside `gradmesh.ordered()`
+    paired: bool  # whether every rank does the same, so that backward collectives meet without `ordered()`
+    statements: tuple[Statement, ...] = ()  # in order
+    losses: tuple[tuple[Term, ...], ...] = ()  # the terms of the loss; then those of each further order
+    # collectives without gradient that follow, as the next step of a training would
     after: tuple[Verb, ...] = ()
 
     @property
@@ -92,6 +73,11 @@ class Program:
         if not self.mesh:
             return (tuple(range(self.ranks)),)
         return ((0, 2), (1, 3)) if axis == "rows" else ((0, 1), (2, 3))
+
+    @property
+    def flat(self) -> list[Leaf | Local | Verb]:
+        """The statements, with those of regions in the regions' places."""
+        return [one for s in self.statements for one in (s.body if isinstance(s, Region) else (s,))]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -176,8 +162,7 @@ def _terms(program: Program, terms: tuple[Term, ...], tangents: bool) -> list[st
             line = f"terms.append({weight}{text.format(arg)})"
             lines.append(f"if {' and '.join(conditions)}: {line}" if conditions else line)
     lines.append("loss = sum(terms) if terms else None")
-    flat = [one for s in program.statements for one in (s.body if isinstance(s, Region) else (s,))]
-    if any(isinstance(one, Verb) and one.verb == "messages" for one in flat):
+    if any(isinstance(one, Verb) and one.verb == "messages" for one in program.flat):
         # A rank without a message may have no chain, and then a loss that requires no grad is torch's error.
         lines.append("if loss is not None and not loss.requires_grad: loss = None")
     return lines

@@ -16,10 +16,12 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.runtime.state import rank_state
 from tools.attack.calls import HELPERS, Verb
-from tools.attack.dense import Expected, Invalid, expected
-from tools.attack.programs import HEADER, Program, Region, source
+from tools.attack.dense import Expected, expected
+from tools.attack.meanings import Invalid
+from tools.attack.programs import HEADER, Program, source
 
-__all__ = ["ALLOWED", "Failure", "Outcome", "Pools", "Verdict", "compared", "judged"]
+DEVICE = "simulated"
+"""The backend that is the simulated device of the tests."""
 
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
@@ -30,19 +32,14 @@ ALLOWED = {"float32": 2e-3, "float64": 1e-9, "complex128": 1e-9}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program.
+    """What became of a program."""
 
-    Attributes:
-        kind: "right"; "refused" on every rank; "refused after a return", where some ranks were through and the others
-            raised; "refused in one group" of a mesh, and by no rank of another one; else a finding: "wrong", "hang",
-            "foreign error", "error on some ranks only".
-        what: the refusal's first line, or what was wrong.
-        detail: more about a finding.
-    """
-
+    # "right"; "refused" on every rank; "refused after a return", where some ranks were through and the others
+    # raised; "refused in one group" of a mesh, and by no rank of another one; else a finding: "wrong",
+    # "hang", "foreign error", "error on some ranks only"
     kind: str
-    what: str = ""
-    detail: str = ""
+    what: str = ""  # the refusal's first line, or what was wrong
+    detail: str = ""  # more about a finding
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def _lay_out() -> None:
 
 def plain(x: Tensor) -> Tensor:
     """The numbers of a tensor; torch has zeros without memory, which forward mode makes."""
-    return torch.zeros(x.shape, dtype=x.dtype) if x._is_zerotensor() else x.detach()
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x._is_zerotensor() else x.detach().cpu()
 
 
 def on_rank(text: str) -> Outcome:
@@ -89,39 +86,66 @@ def on_rank(text: str) -> Outcome:
     state = rank_state()
     try:
         out = names["on_each_rank"]()
-        return {name: None if x is None else plain(x) for name, x in out.items()}
+        found = {name: None if x is None else plain(x) for name, x in out.items()}
+        if state.deferred_check is not None:
+            state.deferred_check.flush()
+        return found
     except Exception as error:
+        if state.deferred_check is not None and not isinstance(error, gm.GradmeshError):
+            error = state.deferred_check.verdict(error) or error  # of a kernel whose group was aborted
         state.started.abandon()  # the program ends here
         return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
     finally:
         state.mesh = state.mesh_world = state.of_thread.chain = None
 
 
+def on_device(text: str, delay: float) -> Outcome:
+    """The same on the simulated device of the tests, with a delay before each kernel."""
+    from tests import simulated_device
+
+    found: list[Outcome] = []
+    try:
+        simulated_device.on_device(lambda: found.append(on_rank(text)), delay=delay)
+    except RuntimeError:
+        if not found or not isinstance(found[0], Failure):  # else of kernels whose group was aborted
+            raise
+    return found[0]
+
+
 class Pools:
     """Ranks of one backend that live on from program to program, also after one that failed.
 
     Args:
-        backend: as for `gradmesh.launch`.
+        backend: as for `gradmesh.launch`; `DEVICE`: the simulated device of the tests.
         patience: seconds that a program may take.
+        delay: of the device: seconds before each kernel.
     """
 
-    def __init__(self, backend: str, patience: float = PATIENCE) -> None:
+    def __init__(self, backend: str, patience: float = PATIENCE, delay: float = 0.0) -> None:
         self.backend = backend
         self._patience = patience
+        self._delay = delay
         self._pools: dict[int, gm.Ranks] = {}
 
     def run(self, program: Program) -> list[Outcome]:
-        """Run a program on its ranks.
-
-        Raises:
-            RankError: the ranks did not come back in time, or died.
-        """
+        """Run a program on its ranks."""
         pool = self._pools.get(program.ranks)
         if pool is None:
+            backend: Any = self.backend
+            if self.backend == DEVICE:
+                from tests.simulated_device import POOL, build
+
+                build.module()  # before a rank has to wait for it
+                backend = POOL
             pool = self._pools[program.ranks] = gm.Ranks(
-                program.ranks, self.backend, timeout=self._patience, prefix=False
+                program.ranks, backend, timeout=self._patience, prefix=False
             )
-        return pool.run(on_rank, source(program))
+        if self.backend != DEVICE:
+            return pool.run(on_rank, source(program))
+        outcomes = pool.run(on_device, source(program), self._delay)
+        if any(isinstance(one, Failure) for one in outcomes):
+            self.end(program.ranks)  # a deferred error ends the use of the groups
+        return outcomes
 
     def end(self, ranks: int) -> None:
         """End those that run programs of so many ranks."""
@@ -146,14 +170,7 @@ class Pools:
 def compared(
     outcomes: Sequence[Outcome], dense: Expected, dtype: str, allowed: float | None = None
 ) -> Verdict:
-    """Hold what ranks returned against the dense run; a gradient that is None is zero.
-
-    Args:
-        outcomes: what they returned.
-        dense: what they had to.
-        dtype: of the program.
-        allowed: how far a value may be off, relative to the largest entry or to 1; None: `ALLOWED` for the dtype.
-    """
+    """Hold what ranks returned against the dense run; a gradient that is None is zero."""
     allowed = ALLOWED[dtype] if allowed is None else allowed
     for rank, (own, right) in enumerate(zip(outcomes, dense, strict=True)):
         if isinstance(own, Failure):
@@ -180,15 +197,9 @@ def compared(
 def tolerance(program: Program) -> float:
     """How far a value of the program may be off; that of float32 where this is what travels."""
     rounded = any(
-        key.endswith("_dtype") for one in _flat(program) if isinstance(one, Verb) for key, _ in one.params
+        key.endswith("_dtype") for one in program.flat if isinstance(one, Verb) for key, _ in one.params
     )
     return ALLOWED["float32" if rounded else program.dtype]
-
-
-def _flat(program: Program) -> list[Any]:
-    return [
-        inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
-    ]
 
 
 _OVER = ("AbortedError", "DeadlockError")
@@ -204,16 +215,7 @@ def _kind_of(name: str) -> str:
 
 
 def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Verdict:
-    """Run a program on ranks and judge it.
-
-    Args:
-        program: the program.
-        pools: the ranks.
-        dense: what is expected, where that is known already.
-
-    Raises:
-        Invalid: the program is none that the verbs are meant for.
-    """
+    """Run a program on ranks and judge it."""
     dense = expected(program) if dense is None else dense
     try:
         outcomes = pools.run(program)
@@ -222,7 +224,7 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
         ended = "DeadlockError" in str(error)
         return Verdict("refused after a return" if ended else "hang", _first_line(str(error)), str(error))
     failures = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Failure)}
-    left = any(isinstance(one, Verb) and one.later is not None for one in _flat(program))
+    left = any(isinstance(one, Verb) and one.later is not None for one in program.flat)
     if failures and (
         left or len(failures) < program.ranks or any(f.kind in _OVER for f in failures.values())
     ):

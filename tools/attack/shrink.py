@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tools.attack.calls import Verb
-from tools.attack.dense import Invalid
-from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, names_of
-
-__all__ = ["shrunk"]
+from tools.attack.calls import Leaf, Local, Region, Statement, Verb, names_of
+from tools.attack.meanings import Invalid
+from tools.attack.programs import Program, Term
 
 
 def _renamed(statement: Statement, old: str, new: str) -> Statement:
@@ -136,14 +134,7 @@ def _simpler(program: Program) -> Iterator[Program]:
 def shrunk(
     program: Program, fails: Callable[[Program], bool], tries: int = 400, seconds: float = 20.0
 ) -> Program:
-    """The smallest program that is found by dropping and simplifying, one thing at a time.
-
-    Args:
-        program: one that fails.
-        fails: whether another one does, in the same way.
-        tries: how many are run at most.
-        seconds: how long it may take.
-    """
+    """The smallest program that is found by dropping and simplifying, one thing at a time."""
     again, deadline = True, time.monotonic() + seconds
     while again:
         again = False

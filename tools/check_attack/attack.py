@@ -16,8 +16,6 @@ from tools.check_attack.oracle import reference_of, truth_of
 from tools.check_attack.programs import Program, simpler
 from tools.check_attack.texts import text_of
 
-__all__ = ["Outcome", "attacked", "check", "disagreement", "reduced"]
-
 Check = Callable[[Path, int], Verdict]
 
 UNJUDGED = ("nothing is said", "could not be", "cannot be")
@@ -26,31 +24,19 @@ UNJUDGED = ("nothing is said", "could not be", "cannot be")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one script.
+    """What came of one script."""
 
-    Attributes:
-        seed: of its program.
-        kind: of the mutant; "" for a program as it is.
-        line: of the mutant.
-        truth: "right", "wrong: ...", "open: ...", or "unproven: ..." for a program that is not what it should be.
-        errors: the rules of the checker's errors.
-        said: the first finding, or the notes.
-        unjudged: whether the checker said that gradients could not be judged.
-        crash: the traceback, where the check itself raised.
-        seconds: of the check.
-        text: of the script.
-    """
-
-    seed: int
-    kind: str
-    line: int
+    seed: int  # of its program
+    kind: str  # of the mutant; "" for a program as it is
+    line: int  # of the mutant
+    # "right", "wrong: ...", "open: ...", or "unproven: ..." for a program that is not what it should be
     truth: str
-    errors: tuple[str, ...]
-    said: str
-    unjudged: bool
-    crash: str
-    seconds: float
-    text: str
+    errors: tuple[str, ...]  # the rules of the checker's errors
+    said: str  # the first finding, or the notes
+    unjudged: bool  # whether the checker said that gradients could not be judged
+    crash: str  # the traceback, where the check itself raised
+    seconds: float  # of the check
+    text: str  # of the script
 
     @property
     def wrong(self) -> str:

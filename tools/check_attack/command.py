@@ -6,7 +6,6 @@ $ python -m tools.check_attack --programs 20 --mutants 6 --keep /tmp/found
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import math
@@ -25,8 +24,7 @@ from tools.check_attack.attack import Check, Outcome, attacked, check, reduced
 from tools.check_attack.mutants import KINDS
 from tools.check_attack.programs import draw
 from tools.check_attack.ranks import warm
-
-__all__ = ["main", "outcomes", "table"]
+from tools.pages import parser_of
 
 SLOW = 5.0
 
@@ -99,11 +97,7 @@ def _kept(outcome: Outcome, folder: Path | None, name: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Attack; 1 where truth and checker disagree."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.check_attack",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.check_attack")
     parser.add_argument("--programs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1, help="of the first program")
     parser.add_argument("--mutants", type=int, default=3, help="of each program")

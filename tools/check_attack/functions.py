@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from textwrap import dedent
 
-__all__ = ["CALLS", "STYLES", "functions"]
-
 _HELPERS = {
     "plain": """
         def summed(x, group):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Mutant", "mutants"]
-
 _GRADIENT_SUM = r"^(?P<space> +)(?P<call>dist\.(?:all_reduce|reduce)\((?:p\.grad|grad|flat)\b.*\))$"
 _IN_CLIP = r"^(?P<space> +)dist\.all_reduce\((?:shards|experts), .*\)$"
 _ANY_CALL = r"^(?P<space> +)(?P<call>dist\.[a-z_]+\((?!\)).*\))$"
@@ -122,17 +120,11 @@ KINDS = tuple(dict.fromkeys(kind for kind, *_ in _RULES))
 
 @dataclass(frozen=True)
 class Mutant:
-    """A program with a fault, or with a change that is none.
+    """A program with a fault, or with a change that is none."""
 
-    Attributes:
-        kind: what was done.
-        line: where, in the text of the program.
-        text: of the script.
-    """
-
-    kind: str
-    line: int
-    text: str
+    kind: str  # what was done
+    line: int  # where, in the text of the program
+    text: str  # of the script
 
 
 def mutants(text: str) -> list[Mutant]:

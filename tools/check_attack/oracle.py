@@ -12,8 +12,6 @@ from torch import Tensor
 from tools.check_attack.programs import SHARDED, Program
 from tools.check_attack.ranks import Ran, differences, trained
 
-__all__ = ["Reference", "Truth", "reference_of", "truth_of"]
-
 SAME, APART = 1e-3, 2e-2
 """Two gradients are the same below the one, and differ above the other; between the two nothing is said."""
 
@@ -23,17 +21,11 @@ Truth = str
 
 @dataclass
 class Reference:
-    """A right program, run.
+    """A right program, run."""
 
-    Attributes:
-        runs: of its ranks.
-        kinds: for each parameter the number of the part that each rank has.
-        parted: whether ranks have other parts of it between the steps.
-    """
-
-    runs: list[Ran]
-    kinds: list[list[int]]
-    parted: bool
+    runs: list[Ran]  # of its ranks
+    kinds: list[list[int]]  # for each parameter the number of the part that each rank has
+    parted: bool  # whether ranks have other parts of it between the steps
 
 
 def reference_of(program: Program, path: Path) -> Reference | str:

@@ -11,31 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import dedent
 
-__all__ = ["PIECES", "Piece"]
-
 Call = Callable[..., str]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module that scripts are made of.
+    """A module that scripts are made of."""
 
-    Attributes:
-        name: of its class.
-        text: of its class, with {copy(h)} and the like filled in by `draw`.
-        layouts: where it may stand: "whole", "tokens", or both.
-        axis: which ranks it needs several of: "", "tp" or "dp".
-        local: whether a row's result depends on that row alone.
-        random: whether it draws what a single process would not.
-        deliberate: whether its gradient is on purpose not its derivative, so that differences say nothing of it.
-    """
-
-    name: str
-    text: str
-    layouts: frozenset[str]
-    axis: str = ""
-    local: bool = True
-    random: bool = False
+    name: str  # of its class
+    text: str  # of its class, with {copy(h)} and the like filled in by `draw`
+    layouts: frozenset[str]  # where it may stand: "whole", "tokens", or both
+    axis: str = ""  # which ranks it needs several of: "", "tp" or "dp"
+    local: bool = True  # whether a row's result depends on that row alone
+    random: bool = False  # whether it draws what a single process would not
+    # whether its gradient is on purpose not its derivative, so that differences say nothing of it
     deliberate: bool = False
 
 

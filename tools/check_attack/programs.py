@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from tools.check_attack.functions import CALLS, STYLES
 from tools.check_attack.pieces import PIECES
 
-__all__ = ["AVERAGED", "EXTRAS", "SHARDED", "Placed", "Program", "draw", "is_sound", "simpler"]
-
 MESHES = ((2, 1), (2, 1), (4, 1), (1, 2), (1, 2), (1, 4), (2, 2), (2, 2))
 LOSSES = ("mean", "count", "masked", "sum", "scaled_up", "shared", "reduced")
 AVERAGED = frozenset({"mean", "scaled_up", "reduced"})
@@ -57,56 +55,35 @@ EXTRAS = (
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece in a model.
+    """A piece in a model."""
 
-    Attributes:
-        piece: its name.
-        layout: "whole" on all tensor-parallel ranks, or cut along the "tokens".
-        ways: for each operation over ranks, which of the ways to call it.
-        again: whether it is the module of the last piece of this kind once more.
-    """
-
-    piece: str
-    layout: str
-    ways: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
-    again: bool = False
+    piece: str  # its name
+    layout: str  # "whole" on all tensor-parallel ranks, or cut along the "tokens"
+    ways: tuple[int, ...] = (0, 0, 0, 0, 0, 0)  # for each operation over ranks, which of the ways to call it
+    again: bool = False  # whether it is the module of the last piece of this kind once more
 
 
 @dataclass(frozen=True)
 class Program:
-    """A training script, before it is printed.
+    """A training script, before it is printed."""
 
-    Attributes:
-        seed: of its parameters and data.
-        dp, tp: how many ranks each axis of the mesh has.
-        embedding: "lookup", "linear", or "cut" (over the tensor-parallel ranks).
-        begins, ends: the layout at the embedding and at the head.
-        pieces: between the two.
-        tied: whether the head is the embedding.
-        loss: how the number is formed that backward begins at.
-        micro: how many backwards a step has.
-        sync: how gradients come together.
-        clip: whether they are clipped.
-        optimizer: of the step.
-        style: of the helpers of hand-written Functions.
-        extras: what else it does.
-    """
-
-    seed: int
+    seed: int  # of its parameters and data. dp, tp: how many ranks each axis of the mesh has
     dp: int = 2
     tp: int = 1
+    # "lookup", "linear", or "cut" (over the tensor-parallel ranks). begins, ends: the layout at the embedding
+    # and at the head
     embedding: str = "linear"
     begins: str = "whole"
     ends: str = "whole"
-    pieces: tuple[Placed, ...] = ()
-    tied: bool = False
-    loss: str = "mean"
-    micro: int = 1
-    sync: str = "each"
-    clip: bool = False
-    optimizer: str = "sgd"
-    style: str = "plain"
-    extras: frozenset[str] = frozenset()
+    pieces: tuple[Placed, ...] = ()  # between the two
+    tied: bool = False  # whether the head is the embedding
+    loss: str = "mean"  # how the number is formed that backward begins at
+    micro: int = 1  # how many backwards a step has
+    sync: str = "each"  # how gradients come together
+    clip: bool = False  # whether they are clipped
+    optimizer: str = "sgd"  # of the step
+    style: str = "plain"  # of the helpers of hand-written Functions
+    extras: frozenset[str] = frozenset()  # what else it does
 
     @property
     def ranks(self) -> int:

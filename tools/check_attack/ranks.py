@@ -24,27 +24,20 @@ from gradmesh.launch.process_ranks import free_port
 from tests.scripts import Script
 from tests.scripts.running import STEP, Watch, once, own
 
-__all__ = ["Ran", "differences", "script_at", "trained", "warm"]
-
 _IDLE = 4.0
 """Seconds without work after which ranks are stuck."""
 
 
 @dataclass
 class Ran:
-    """What one rank did.
+    """What one rank did."""
 
-    Attributes:
-        gradients: of each step what each parameter got, after clipping; None for one that got nothing.
-        values: of each parameter at the beginning, and at the end.
-        losses: that backwards began at.
-        error: the traceback, where it raised.
-    """
-
+    # of each step what each parameter got, after clipping; None for one that got nothing
     gradients: list[list[Tensor | None]] = field(default_factory=list)
+    # of each parameter at the beginning, and at the end
     values: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
-    losses: list[float] = field(default_factory=list)
-    error: str = ""
+    losses: list[float] = field(default_factory=list)  # that backwards began at
+    error: str = ""  # the traceback, where it raised
 
 
 def script_at(path: Path, ranks: int) -> Script:
@@ -53,13 +46,7 @@ def script_at(path: Path, ranks: int) -> Script:
 
 
 def trained(path: Path, ranks: int, by_values: bool = False) -> list[Ran] | None:
-    """Run a script; None where its ranks got stuck, or one ended without a result.
-
-    Args:
-        path: of the script.
-        ranks: how many.
-        by_values: whether gradients are differences of parameters, and not what an optimizer is given.
-    """
+    """Run a script; None where its ranks got stuck, or one ended without a result."""
     return _on_ranks(_trained, path, ranks, (by_values,))
 
 
@@ -68,12 +55,7 @@ def differences(
 ) -> list[tuple[float, list[float]]] | None:
     """How the ranks' losses change along a direction of each parameter, and what its gradients say of it.
 
-    A loss that ranks repeat counts once.
-
-    Args:
-        path: of the script, whose parameters an optimizer steps.
-        ranks: how many.
-        kinds: for each parameter the number of the part that each rank has: ranks with the same have copies.
+    A loss that ranks repeat counts once. Ranks with the same number in `kinds` have copies of a parameter.
     """
     results = _on_ranks(_differences, path, ranks, tuple(map(tuple, kinds)))
     if results is None or any(each is None for each in results):

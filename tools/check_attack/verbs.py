@@ -9,7 +9,6 @@ $ python -m tools.check_attack.verbs --programs 100 --seed 1
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,14 +20,12 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script
-from tools.attack.calls import HELPERS, Verb
+from tools.attack.calls import HELPERS, Leaf, Region, Verb
 from tools.attack.draw import drawn
 from tools.attack.meanings import Invalid
-from tools.attack.programs import HEADER, Program, Region, source
+from tools.attack.programs import HEADER, Program, source
 from tools.attack.run import Failure, Pools, judged
-from tools.attack.statements import Leaf
-
-__all__ = ["Outcome", "faulty", "outcomes", "script", "suited"]
+from tools.pages import parser_of
 
 MODES = ("first", "second")
 _SCRIPT = """{header}
@@ -95,17 +92,11 @@ def faulty(program: Program) -> Program | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check said of a program, or of one with the fault.
+    """What the check said of a program, or of one with the fault."""
 
-    Attributes:
-        index: of the program.
-        wrong: whether its gradients are not those of the program as it was drawn.
-        verdict: the check's.
-    """
-
-    index: int
-    wrong: bool
-    verdict: Verdict
+    index: int  # of the program
+    wrong: bool  # whether its gradients are not those of the program as it was drawn
+    verdict: Verdict  # the check's
 
     @property
     def errors(self) -> list[str]:
@@ -168,7 +159,7 @@ def _rounded(x: Tensor) -> object:
 
 def main() -> int:
     """Attack, and say what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--programs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="the folder to leave the scripts in")

@@ -9,11 +9,11 @@ python -m tools.graphs figures --help               # the figures of docs/report
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from tools.graphs import figures
 from tools.graphs.measure import Job, Part, measured
+from tools.pages import parser_of
 
 ENOUGH = 0.15
 CLOSE = 1e-10
@@ -46,11 +46,7 @@ def text(job: Job, parts: list[Part]) -> str:
 
 def main() -> int:
     """Measure; 1 where ranks cut by space send more than 15 % of a whole gather, or are further off than 1e-10."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.graphs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.graphs")
     parser.add_argument("--nodes", type=int, default=20_000)
     parser.add_argument("--neighbours", type=int, default=12)
     parser.add_argument("--width", type=int, default=16)

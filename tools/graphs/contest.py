@@ -18,8 +18,6 @@ from gradmesh.nn.graph import GraphPlan
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 
-__all__ = ["HALVES", "OURS", "THEIRS", "Times", "contest"]
-
 OURS = ("shm", "Gloo", "Gloo, unchecked")
 THEIRS = "functional, Gloo"
 HALVES = ("forward", "forward and backward")
@@ -29,19 +27,12 @@ Way = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of an exchange, of the slowest rank of each round.
+    """Seconds of an exchange, of the slowest rank of each round."""
 
-    Attributes:
-        width: the numbers in a row.
-        whole: whether the result contains this rank's rows too.
-        half: of `HALVES`.
-        seconds: those of each round, by way.
-    """
-
-    width: int
-    whole: bool
-    half: str
-    seconds: dict[str, list[float]]
+    width: int  # the numbers in a row
+    whole: bool  # whether the result contains this rank's rows too
+    half: str  # of `HALVES`
+    seconds: dict[str, list[float]]  # those of each round, by way
 
     def median(self, way: str) -> float:
         """The median of a way's rounds."""
@@ -57,16 +48,7 @@ class Times:
 def contest(
     edges: Tensor, owner: Tensor, ranks: int, widths: tuple[int, ...], rounds: int, calls: int
 ) -> list[Times]:
-    """The times of all ways, which take turns in each round.
-
-    Args:
-        edges: of the graph.
-        owner: the rank of each node.
-        ranks: how many there are.
-        widths: of the rows, of float64.
-        rounds: how many are timed; one more is not.
-        calls: that a way makes in a round, one after another.
-    """
+    """The times of all ways, which take turns in each round."""
     each = gm.launch(_on_rank, ranks, backend="shm", args=(edges, owner, widths, rounds, calls), timeout=550)
     return [
         Times(

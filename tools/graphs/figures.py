@@ -6,7 +6,6 @@ python -m tools.report docs/reports/graphs-scale.md bytes growth        # some, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -16,9 +15,7 @@ import torch
 
 from gradmesh.nn.graph import by_space
 from tools.graphs.contest import OURS, THEIRS, contest
-from tools.graphs.costs import Cost, costs
 from tools.graphs.geometry import crystal, slab
-from tools.graphs.growth import NODES, draw, exponent, grown
 from tools.graphs.measure import Job, measured
 from tools.graphs.prediction import (
     NETWORK,
@@ -29,20 +26,13 @@ from tools.graphs.prediction import (
     beside_measured,
     worked,
 )
-from tools.graphs.steps import KINDS
-from tools.graphs.traffic import counted
-from tools.pages import mark, put
+from tools.graphs.steps import KINDS, Cost, costs
+from tools.graphs.traffic import NODES, counted, draw, exponent, grown
+from tools.pages import mark, parser_of, put, table
 from tools.simulator.shm import fit
-
-__all__ = ["PARTS", "main"]
 
 NEIGHBOURS, WIDTH = 12, 16
 PICTURE = "graphs.svg"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _machine() -> str:
@@ -61,7 +51,7 @@ def exact(nodes: int = 20_000) -> str:
     return (
         f"{nodes:,} nodes, {NEIGHBOURS} edges from the nearest of each, on 5 ranks of which the last owns nothing, in "
         "float64; the largest difference from one process on any rank, relative to the largest entry:\n\n"
-        + _table(("", "deviation"), rows)
+        + table(" | deviation", rows)
     )
 
 
@@ -77,20 +67,11 @@ def sent(nodes: int = 20_000, backends: Sequence[str] = ("threads", "shm", "gloo
     ]
     equal = all(each.plan == each.expected for ranks in found.values() for each in ranks)
     shares = [sum(e.plan[half] for e in first) / sum(e.gather[half] for e in first) for half in (0, 1)]
-    heads = (
-        "rank",
-        "rows sent",
-        "rows got",
-        "forward",
-        "backward",
-        "backward of both",
-        "gather",
-        "its backward",
-    )
+    heads = "rank | rows sent | rows got | forward | backward | backward of both | gather | its backward"
     return (
         f"{nodes:,} nodes on 4 ranks by space, rows of {WIDTH} float64: bytes that a rank sends in an exchange, "
         f"counted on {', '.join(backends)}, and in a whole gather, on {backends[0]}:\n\n"
-        + _table(heads, rows)
+        + table(heads, rows)
         + f"\n\nOn every rank and backend the bytes of an exchange {'are' if equal else 'ARE NOT'} its rows x {WIDTH} "
         f"x 8: rows sent forward, rows got backward, and both in the backward of these. Of a whole gather they are "
         f"{shares[0]:.2%} forward and {shares[1]:.2%} backward."
@@ -124,7 +105,7 @@ def steps(nodes: int = 20_000, rounds: int = 11, ranks: Sequence[int] = (1, 2, 4
         f"A step on {nodes:,} nodes, each rank in a process of its own: energy and forces, and training on forces. "
         f"{_machine()}. All pools of ranks in turn, {rounds} rounds: medians of the slowest rank, and the ratio to one "
         "process without a plan in the same round, median and range. Memory is the high-water mark of a process in its "
-        "first steps above what it had before:\n\n" + _table(heads, rows)
+        "first steps above what it had before:\n\n" + table(heads, rows)
     )
 
 
@@ -156,7 +137,7 @@ def exchange(
         f"collectives on Gloo, with the rows picked before it and, where said, appended to this rank's rows. "
         f"{_machine()}. All ways in turn, {rounds} rounds of 20 calls: medians in us of the slowest rank, and "
         "the ratio in the same round, median and quartiles:\n\n"
-        + _table(heads, rows)
+        + table(heads, rows)
         + f"\n\nThe largest ratios are: {said}."
     )
 
@@ -215,12 +196,12 @@ def prediction(
         f"A step on slabs of {nodes:,} nodes in all (strong scaling) and {per_rank:,} a rank (weak), with a network of "
         f"{NETWORK.latency_us:g} us and {NETWORK.gbytes_per_s:g} GB/s between any two ranks. Work, in ms of CPU time "
         f"by nodes: {measured_work}.\n\n"
-        + _table((*heads, *efficient), rows)
+        + table((*heads, *efficient), rows)
         + f"\n\nCompared with this machine: {_machine()}. Medians and fastest steps of {rounds} on shm, in ms, and "
         f"what is predicted with a link that was fitted to all_reduce on 2 ranks ({link.call_us:.0f} us a call, "
         f"{link.gbytes_per_s:.2f} GB/s):\n\n"
-        + _table(
-            ("step", "ranks", "median", "fastest", "predicted", "predicted / median", "predicted / fastest"),
+        + table(
+            "step | ranks | median | fastest | predicted | predicted / median | predicted / fastest",
             compared,
         )
     )
@@ -244,7 +225,7 @@ def growth(nodes: Sequence[int] = NODES, least: int = 20_000, picture: Path | No
     heads = ["", "ranks", *(f"{size:,}" for size in nodes), "exponent", "of a gather"]
     return (
         f"Bytes of an exchange of rows of {WIDTH} float64 by the number of nodes, over all ranks, and their share of a "
-        f"whole gather; the exponents are fitted from {least:,} nodes on:\n\n" + _table(heads, rows)
+        f"whole gather; the exponents are fitted from {least:,} nodes on:\n\n" + table(heads, rows)
     )
 
 
@@ -261,11 +242,7 @@ PARTS: dict[str, Callable[..., str]] = {
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Print parts of the page, or write them into it; the picture of growth goes beside it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.graphs figures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.graphs figures")
     parser.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
     parsed = parser.parse_args(arguments)
     for part in parsed.part or PARTS:

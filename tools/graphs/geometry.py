@@ -9,21 +9,11 @@ from torch import Tensor
 
 from tools.graphs.network import Crystal
 
-__all__ = ["SHAPES", "bulk", "crystal", "nearest", "slab"]
-
 _LAYERS = 10
 
 
 def slab(nodes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Points at random in a flat cell that is periodic in all directions, one to each unit of volume.
-
-    Args:
-        nodes: how many.
-        seed: of the generator.
-
-    Returns:
-        The points, shape (nodes, 3), and the vectors of the cell as rows.
-    """
+    """Points at random in a flat cell that is periodic in all directions, one to each unit of volume."""
     side = (nodes / _LAYERS) ** 0.5
     return _filled(nodes, (side, side, float(_LAYERS)), seed)
 
@@ -54,14 +44,7 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """For each point edges from the nearest others: not symmetric, as nearness in number is not.
 
-    Args:
-        points: where they are.
-        cell: a rectangular cell that is some times longer than neighbours are far.
-        neighbours: how many edges end at each point.
-        around: points for which alone, and for all within reach of them, edges are looked for; None: for all.
-
-    Returns:
-        Sources and targets, shape (2, targets * neighbours), and by how many cells a source is moved to its near image.
+    With `around`, for these points alone, and for all within reach of them.
     """
     sides = cell.diagonal()
     # The side of a ball with some four times as many points.

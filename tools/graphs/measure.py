@@ -13,54 +13,33 @@ from gradmesh.nn.graph import GraphPlan, by_count, by_space
 from tools.graphs.geometry import crystal, slab
 from tools.graphs.network import Crystal, Figures, dense, in_parts, weights
 
-__all__ = ["Job", "Part", "measured"]
-
 Partition = Literal["bisection", "curve", "count"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        nodes: the number of nodes.
-        neighbours: the edges that end at each.
-        width: of the rows.
-        ranks: how many there are.
-        empty: whether the last of them owns nothing.
-        partition: how the nodes are cut.
-        compared: whether the network is run, here and on one process.
-    """
-
-    nodes: int
-    neighbours: int
-    width: int
-    ranks: int
-    empty: bool
-    partition: Partition
-    compared: bool
+    nodes: int  # the number of nodes
+    neighbours: int  # the edges that end at each
+    width: int  # of the rows
+    ranks: int  # how many there are
+    empty: bool  # whether the last of them owns nothing
+    partition: Partition  # how the nodes are cut
+    compared: bool  # whether the network is run, here and on one process
 
 
 @dataclass(frozen=True)
 class Part:
-    """What was seen on a rank.
+    """What was seen on a rank."""
 
-    Attributes:
-        own: the rows that it owns.
-        remote: the rows that it gets.
-        sent: the rows that it sends in an exchange.
-        gathered: the rows that it would send in a whole gather.
-        building: seconds for the plan.
-        rebuilding: seconds for it when the edges change.
-        deviations: by name, the largest difference from one process, relative to the largest value there.
-    """
-
-    own: int
-    remote: int
-    sent: int
-    gathered: int
-    building: float
-    rebuilding: float
+    own: int  # the rows that it owns
+    remote: int  # the rows that it gets
+    sent: int  # the rows that it sends in an exchange
+    gathered: int  # the rows that it would send in a whole gather
+    building: float  # seconds for the plan
+    rebuilding: float  # seconds for it when the edges change
+    # by name, the largest difference from one process, relative to the largest value there
     deviations: dict[str, float]
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan
 
-__all__ = ["Crystal", "Figures", "Parts", "dense", "in_parts", "own_energy", "weights", "whole_energy"]
-
 _LAYERS = 2
 
 
@@ -39,36 +37,23 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class Crystal:
-    """Points in a periodic cell, and their edges.
+    """Points in a periodic cell, and their edges."""
 
-    Attributes:
-        points: where they are, shape (nodes, 3).
-        cell: the vectors of the cell as rows.
-        edges: sources and targets.
-        shifts: for each edge the cells by which its source is moved, whole numbers, shape (edges, 3).
-    """
-
-    points: Tensor
-    cell: Tensor
-    edges: Tensor
-    shifts: Tensor
+    points: Tensor  # where they are, shape (nodes, 3)
+    cell: Tensor  # the vectors of the cell as rows
+    edges: Tensor  # sources and targets
+    shifts: Tensor  # for each edge the cells by which its source is moved, whole numbers, shape (edges, 3)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What is compared.
-
-    Attributes:
-        energy: the energy.
-        forces: minus its slope by the positions.
-        stress: its slope by a strain of positions and cell, over the volume.
-        slopes: those of a loss on the forces and of one on the stress, by the positions, the strain and the weights:
-            second derivatives, by the names of both.
-    """
+    """What is compared."""
 
     energy: Tensor
-    forces: Tensor
-    stress: Tensor
+    forces: Tensor  # minus its slope by the positions
+    stress: Tensor  # its slope by a strain of positions and cell, over the volume
+    # those of a loss on the forces and of one on the stress, by the positions, the strain and the weights:
+    # second derivatives, by the names of both
     slopes: dict[str, Tensor]
 
 
@@ -90,14 +75,7 @@ def _deformed(x: Tensor, strain: Tensor | None) -> Tensor:
 
 
 def whole_energy(crystal: Crystal, at: Tensor, strain: Tensor | None, weights: list[Tensor]) -> Tensor:
-    """On one process.
-
-    Args:
-        crystal: the graph.
-        at: where the nodes are before the strain.
-        strain: of positions and cell, shape (3, 3); None: there is none.
-        weights: those of the network.
-    """
+    """On one process."""
     ends = (crystal.edges[0], crystal.edges[1])
     here, images = _deformed(at, strain), crystal.shifts @ _deformed(crystal.cell, strain)
     x = torch.ones(len(at), weights[0].shape[0], dtype=at.dtype)
@@ -116,16 +94,7 @@ def own_energy(
     *,
     overlap: bool = True,
 ) -> Tensor:
-    """On this rank: the energy of all nodes, the same on every rank.
-
-    Args:
-        plan: this rank's part of the graph.
-        crystal: the graph; of its shifts this rank's edges are taken.
-        at: where the rank's own nodes are before the strain.
-        strain: one for all ranks, as on one process.
-        leaves: the weights, the same on every rank.
-        overlap: whether interior edges are worked on while rows travel.
-    """
+    """On this rank: the energy of all nodes, the same on every rank."""
     # Replicated once, so that every use of it on any rank counts in its gradient.
     shared: tuple[Tensor, ...] = gm.replicate((*leaves, *([] if strain is None else [strain])))
     weights, strained = shared[: len(leaves)], None if strain is None else shared[-1]

@@ -16,15 +16,76 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh.autograd.rule import apply
 from gradmesh.nn.graph import GraphPlan, by_space
+from gradmesh.ops.neighbor import NeighborAllToAll, Picked
+from gradmesh.ops.sizes import Sizes
 from gradmesh.verify import CostModel, Link, Simulation, simulate
 from gradmesh.verify.simulator.costs import Algorithm
-from tools.graphs.geometry import crystal, slab
-from tools.graphs.lone import LonePart, Region, region
+from tools.graphs.geometry import crystal, nearest, slab
 from tools.graphs.network import Crystal
 from tools.graphs.steps import part_step
 
-__all__ = ["NETWORK", "SIZES", "Predicted", "Work", "at_scale", "beside_measured", "worked"]
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """What a plan would know on a rank."""
+
+    rank: int
+    own: Tensor  # its nodes, by number
+    remote: Tensor  # the nodes whose rows it needs, by owner and then by number
+    send: Tensor  # which own rows go to the other ranks, one rank after another
+    sent: list[int]  # how many go to each
+    received: list[int]  # how many come from each
+    edge_index: Tensor  # its edges, counted in own and remote rows
+    local: Crystal  # the graph of these edges
+
+
+def region(points: Tensor, cell: Tensor, owner: Tensor, neighbours: int, ranks: int, rank: int) -> Region:
+    """The part of a rank, of edges that are looked for only where it has nodes."""
+    own = (owner == rank).nonzero().squeeze(1)
+    edges, shifts = nearest(points, cell, neighbours, around=own)
+    source, target = owner[edges[0]], owner[edges[1]]
+    needed = (source * len(owner) + edges[0])[(target == rank) & (source != rank)].unique()
+    asked = (target * len(owner) + edges[0])[(target != rank) & (source == rank)].unique()
+    row = torch.full_like(owner, -1)
+    remote = needed % len(owner)
+    row[own], row[remote] = torch.arange(len(own)), len(own) + torch.arange(len(remote))
+    mine = target == rank
+    local = Crystal(points[own], cell, row[edges[:, mine]], shifts[mine])
+    sent, got = (torch.bincount(each // len(owner), minlength=ranks).tolist() for each in (asked, needed))
+    return Region(rank, own, remote, row[asked % len(owner)], sent, got, local.edges, local)
+
+
+class LonePart:
+    """What the network uses of a plan, for a `Region`."""
+
+    def __init__(self, region: Region) -> None:
+        self.own = torch.arange(len(region.own))
+        self.edge_index = region.edge_index
+        self.edges = torch.arange(region.edge_index.shape[1])
+        inside = region.edge_index[0] < len(region.own)
+        self.interior, self.boundary = inside.nonzero().squeeze(1), (~inside).nonzero().squeeze(1)
+        picked = Picked(
+            region.send, Sizes(tuple(region.sent)), Sizes(tuple(region.received)), len(region.own)
+        )
+        self._op = NeighborAllToAll(gm.axis(), 0, picked, comm_dtype=None, backward_dtype=None)
+
+    def exchange(self, x: Tensor, *, async_op: bool = False) -> Tensor:
+        """As the plan's; never beside the work."""
+        if async_op:
+            raise NotImplementedError("the rows of a region travel before the work")
+        return torch.cat((x, apply(self._op, x)))
+
+    def scatter_add(self, messages: Tensor, edges: Tensor | None = None) -> Tensor:
+        """As the plan's."""
+        target = self.edge_index[1] if edges is None else self.edge_index[1][edges]
+        return messages.new_zeros(len(self.own), *messages.shape[1:]).index_add(0, target, messages)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """As the plan's."""
+        return gm.all_reduce(x.sum(0, keepdim=True), dst=gm.I)
+
 
 NETWORK = Link(latency_us=10, gbytes_per_s=25)
 """Ranks that reach each other through a network."""
@@ -35,13 +96,9 @@ SIZES = (500, 2_000, 5_000, 10_000, 20_000)
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a step's work by the number of nodes, measured at some of them.
+    """Seconds of a step's work by the number of nodes, measured at some of them."""
 
-    Attributes:
-        measured: the seconds by the number of nodes, at two or more.
-    """
-
-    measured: dict[int, float]
+    measured: dict[int, float]  # the seconds by the number of nodes, at two or more
 
     def of(self, nodes: int) -> float:
         """On the line between the two sizes around it, or through the two that are nearest.
@@ -81,23 +138,14 @@ def _work(kind: str, neighbours: int, width: int, sizes: tuple[int, ...], repeat
 
 @dataclass(frozen=True)
 class Predicted:
-    """A step of the slowest of the ranks that were played.
+    """A step of the slowest of the ranks that were played."""
 
-    Attributes:
-        ranks: how many there are.
-        nodes: of the graph.
-        own: the nodes of the rank.
-        remote: the rows that it needs of others.
-        direct: seconds of its calls, if all ranks reach each other at once.
-        in_rounds: the same by the faster of ring and tree.
-    """
-
-    ranks: int
-    nodes: int
-    own: int
-    remote: int
-    direct: float
-    in_rounds: float
+    ranks: int  # how many there are
+    nodes: int  # of the graph
+    own: int  # the nodes of the rank
+    remote: int  # the rows that it needs of others
+    direct: float  # seconds of its calls, if all ranks reach each other at once
+    in_rounds: float  # the same by the faster of ring and tree
 
 
 def _lone_step(part: Region, kind: str, width: int) -> None:
@@ -130,16 +178,7 @@ def _regions(nodes: int, neighbours: int, ranks: int, played: int) -> list[Regio
 
 
 def at_scale(nodes: int, neighbours: int, width: int, ranks: int, kind: str, played: int = 3) -> Predicted:
-    """A step on a slab, some of its ranks played one at a time.
-
-    Args:
-        nodes: of the slab.
-        neighbours: the edges that end at each.
-        width: of the network.
-        ranks: how many the slab is cut over.
-        kind: of step.
-        played: how many ranks are played, of which the slowest counts.
-    """
+    """A step on a slab, some of its ranks played one at a time."""
     found = []
     for part in _regions(nodes, neighbours, ranks, played):
         direct, in_rounds = (

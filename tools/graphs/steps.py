@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 import gradmesh as gm
 from benchmarks.peak import peak
-from gradmesh.nn.graph import GraphPlan
+from gradmesh.nn.graph import GraphPlan, by_space
+from tools.graphs.geometry import crystal, slab
 from tools.graphs.network import Crystal, Parts, own_energy, weights, whole_energy
-
-__all__ = ["KINDS", "measure", "part_step", "prepare", "step_of"]
 
 KINDS = ("forces", "training")
 """Energy and forces; and the gradients by the weights of a loss on the forces, which has second derivatives."""
@@ -22,14 +24,7 @@ Energy = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 def step_of(kind: str, energy: Energy, points: Tensor, width: int) -> Callable[[], list[Tensor]]:
-    """A step.
-
-    Args:
-        kind: of `KINDS`.
-        energy: of positions and weights.
-        points: where the nodes are that this rank holds.
-        width: of the network.
-    """
+    """A step."""
     at = points.clone().requires_grad_()
     leaves = [weight.requires_grad_() for weight in weights(width)]
 
@@ -61,16 +56,7 @@ _steps: dict[str, Callable[[], list[Tensor]]] = {}
 
 
 def prepare(graph: Crystal, owner: Tensor | None, width: int) -> dict[str, int]:
-    """Make this rank's steps, and weigh the first of each in a process that has made none.
-
-    Args:
-        graph: the graph.
-        owner: the rank of each node; None: no plan, the program of one process.
-        width: of the network.
-
-    Returns:
-        For each kind by how many bytes the step's peak is above what was there before.
-    """
+    """Make this rank's steps, and weigh the first of each in a process that has made none."""
     torch.set_num_threads(1)
     if owner is None:
         for kind in KINDS:
@@ -92,3 +78,41 @@ def measure(kind: str, repeats: int) -> float:
         _steps[kind]()
     gm.barrier()
     return (time.perf_counter() - started) / repeats
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the steps take on a pool of ranks."""
+
+    backend: str  # of the ranks; "": one process, without a plan
+    ranks: int  # how many there are
+    # by kind, those of each round on the slowest rank
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    # by kind, each rank's peak in bytes above what was there before
+    memory: dict[str, list[int]] = field(default_factory=dict)
+
+    def median(self, kind: str) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.seconds[kind])
+
+
+def costs(nodes: int, neighbours: int, width: int, pools: list[tuple[str, int]], rounds: int) -> list[Cost]:
+    """Those of every pool."""
+    points, cell = slab(nodes)
+    graph = crystal(points, cell, neighbours)
+    found = [Cost(*pool) for pool in pools]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for cost in found:
+            ranks = stack.enter_context(
+                gm.Ranks(cost.ranks, backend=cost.backend or "shm", timeout=300, prefix=False)
+            )
+            owner = by_space(points, cost.ranks, cell=cell) if cost.backend else None
+            weighed = ranks.run(prepare, graph, owner, width)
+            cost.memory.update({kind: [each[kind] for each in weighed] for kind in KINDS})
+            started.append(ranks)
+        for _ in range(rounds):
+            for cost, ranks in zip(found, started, strict=True):
+                for kind in KINDS:
+                    cost.seconds[kind].append(max(ranks.run(measure, kind, 1)))
+    return found

@@ -8,7 +8,6 @@ python -m tools.report docs/reports/layers.md   # the table of the page; with --
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,13 +18,7 @@ import torch
 import gradmesh as gm
 from tools.layers.beside import MODELS, RANKS, Result, measured
 from tools.layers.table import CASES, HEAD, row_of
-from tools.overlap.page import machine
-from tools.pages import mark, put
-
-
-def _text(head: Sequence[str], rows: list[list[str]]) -> str:
-    lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
-    return "\n".join(f"| {line} |" for line in lines)
+from tools.pages import machine, mark, parser_of, put, table
 
 
 def _table(names: list[str]) -> tuple[str, bool]:
@@ -35,7 +28,7 @@ def _table(names: list[str]) -> tuple[str, bool]:
         for name in names:
             rows.append(row_of(CASES[name], processes))
             print("  ".join(rows[-1].cells()), flush=True)
-    return _text(HEAD, [row.cells() for row in rows]), all(row.right for row in rows)
+    return table(HEAD, [row.cells() for row in rows]), all(row.right for row in rows)
 
 
 def _beside(repeats: int) -> tuple[str, bool]:
@@ -55,16 +48,12 @@ def _beside(repeats: int) -> tuple[str, bool]:
                     print("  ".join(rows[-1]), flush=True)
                 losses = [result.loss for each in found for result in each.values()]
                 same &= max(losses) - min(losses) < 1e-5 * max(losses)
-    return _text(("backend", "model", "way", "ms", "of gradmesh's", "MB"), rows), same
+    return table(("backend", "model", "way", "ms", "of gradmesh's", "MB"), rows), same
 
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure; 1 where a layer is further off than it may be, or an audit finds something, or losses differ."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.layers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.layers")
     parser.add_argument("--layer", choices=list(CASES), action="append", help="all by default")
     parser.add_argument("--beside", action="store_true", help="time and memory beside torch's own layers")
     parser.add_argument("--repeats", type=int, default=15, help="steps of each way")

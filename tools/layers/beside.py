@@ -23,8 +23,6 @@ from torch.nn.functional import cross_entropy
 import gradmesh as gm
 from benchmarks.peak import peak
 
-__all__ = ["MODELS", "RANKS", "Result", "measured"]
-
 RANKS = 2
 
 TOKENS, WIDTH, HIDDEN, WORDS = 512, 256, 1024, 16_384
@@ -35,17 +33,11 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True)
 class Result:
-    """Of one way on one rank.
+    """Of one way on one rank."""
 
-    Attributes:
-        seconds: of each step.
-        megabytes: the peak of a step above what the model and the batch take.
-        loss: its value.
-    """
-
-    seconds: list[float]
-    megabytes: float
-    loss: float
+    seconds: list[float]  # of each step
+    megabytes: float  # the peak of a step above what the model and the batch take
+    loss: float  # its value
 
     @property
     def median(self) -> float:
@@ -141,12 +133,7 @@ MODELS: dict[str, Callable[[], dict[str, Step]]] = {"two linear layers": _pair, 
 
 
 def measured(model: str, repeats: int) -> dict[str, Result]:
-    """On each rank that is a process: every way of a model, step by step in turn.
-
-    Args:
-        model: a name of `MODELS`.
-        repeats: how many steps of each way.
-    """
+    """On each rank that is a process: every way of a model, step by step in turn."""
     torch.set_num_threads(1)
     ways = MODELS[model]()
     losses = {name: step() for name, step in ways.items()}

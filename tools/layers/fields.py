@@ -1,4 +1,4 @@
-"""Layers on fields that are cut over ranks, and torch's own."""
+"""Layers on fields and graphs that are cut over ranks, and dense ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch.func import functional_call
 from torch.nn.functional import conv2d, interpolate, max_pool2d
 
 import gradmesh as gm
+from gradmesh.nn.graph import GraphPlan
 from gradmesh.ops.sizes import balanced
 from tools.layers.case import Case
-
-__all__ = ["CASES"]
 
 Shapes = list[torch.Size]
 Sizes = tuple[int, ...]
@@ -62,6 +61,29 @@ def _spectral(shapes: Shapes, sizes: Sizes) -> Callable[..., Tensor]:
     return lambda x, weight: functional_call(layer, {"weight": torch.view_as_complex(weight)}, x)
 
 
+def _ring(nodes: int) -> Tensor:
+    """Edges between the next and to oneself, in both directions."""
+    here = torch.arange(nodes)
+    return torch.stack((here.repeat(3), torch.cat(((here + 1) % nodes, here, (here - 1) % nodes))))
+
+
+def _neighbours_dense(x: Tensor) -> Tensor:
+    source, target = _ring(len(x))
+    return torch.zeros_like(x).index_add(0, target, (x[source] * x[target]).tanh())
+
+
+def _neighbours(_: list[torch.Size], sizes: tuple[int, ...]) -> Callable[..., Tensor]:
+    owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    plan = GraphPlan(_ring(sum(sizes)), owner)
+
+    def layer(x: Tensor) -> Tensor:
+        rows = plan.exchange(x)
+        source, target = plan.edge_index
+        return plan.scatter_add((rows[source] * rows[target]).tanh())
+
+    return layer
+
+
 CASES = [
     Case(
         "HaloConv2d",
@@ -71,7 +93,6 @@ CASES = [
         partial(conv2d, padding=1),
         _convolved,
         2,
-        large=(4096, 64),
     ),
     Case(
         "HaloMaxPool",
@@ -81,7 +102,6 @@ CASES = [
         lambda x: max_pool2d(x, 3, 1, 1),
         _pooled,
         2,
-        large=(4096, 64),
     ),
     Case(
         "interpolate, bilinear",
@@ -91,7 +111,6 @@ CASES = [
         lambda x: interpolate(x, (2 * x.shape[2], x.shape[3]), mode="bilinear"),
         _finer,
         2,
-        large=(4096, 64),
     ),
     Case(
         "rfftn, gathered",
@@ -101,7 +120,6 @@ CASES = [
         _waves_dense,
         _waves,
         gm.I,
-        large=(4096, 64),
     ),
     Case(
         "SpectralConv",
@@ -112,5 +130,15 @@ CASES = [
         _spectral,
         2,
         large=(65536, 16),
+    ),
+    Case(
+        "GraphPlan.exchange, scatter_add",
+        "V -> V",
+        lambda n, s: [(n, 4 * s)],
+        (0,),
+        _neighbours_dense,
+        _neighbours,
+        0,
+        large=(16384, 16),
     ),
 ]

@@ -12,8 +12,6 @@ from torch.nn.functional import cross_entropy, logsigmoid, mse_loss, relu
 import gradmesh as gm
 from tools.layers.case import Case, Lie
 
-__all__ = ["CASES", "barlow_twins", "clip", "nt_xent", "siglip", "sup_con", "vic_reg"]
-
 
 def clip(x: Tensor, y: Tensor, s: Tensor) -> Tensor:
     """Cross entropy of each pair against all others, in both directions."""

@@ -19,8 +19,6 @@ from torch.nn.functional import (
 import gradmesh as gm
 from tools.layers.case import Case
 
-__all__ = ["CASES"]
-
 Shapes = list[torch.Size]
 Sizes = tuple[int, ...]
 

@@ -7,59 +7,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import gradmesh as gm
-from tools.layers import compared, fields, graphs, losses, own, weighed
+from tools.layers import case as measures
+from tools.layers import fields, losses, own
 from tools.layers.case import Case
 
-__all__ = ["CASES", "CLOSE", "HEAD", "Row", "row_of"]
-
-CASES: dict[str, Case] = {
-    case.name: case for case in [*losses.CASES, *own.CASES, *fields.CASES, *graphs.CASES]
-}
+CASES: dict[str, Case] = {case.name: case for case in [*losses.CASES, *own.CASES, *fields.CASES]}
 
 CLOSE = 1e-10
 
 EVEN, UNEVEN, EMPTY = ((4,), (2, 2)), ((3, 1), (3, 1, 2)), ((0, 4), (0, 5, 0))
 """Sizes that are cut: how much each rank has."""
 
-HEAD = (
-    "layer",
-    "types",
-    "value",
-    "first",
-    "second",
-    "uneven",
-    "empty",
-    "compiled",
-    "MB 1",
-    "MB 2",
-    "MB 4",
-    "audit",
-)
+HEAD = "layer | types | value | first | second | uneven | empty | compiled | MB 1 | MB 2 | MB 4 | audit"
 
 Run = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is found of a layer.
+    """What is found of a layer."""
 
-    Attributes:
-        case: the layer.
-        even: how far value, slopes and second slopes are off where all ranks have as much.
-        uneven: the largest of them where they have not.
-        empty: the same where ranks have nothing.
-        compiled: how far the gradients of the compiled layer are from its own, or None where that is not measured.
-        megabytes: of a rank, by the number of ranks.
-        findings: the audit's.
-    """
-
-    case: Case
-    even: list[float]
-    uneven: float
-    empty: float
+    case: Case  # the layer
+    even: list[float]  # how far value, slopes and second slopes are off where all ranks have as much
+    uneven: float  # the largest of them where they have not
+    empty: float  # the same where ranks have nothing
+    # how far the gradients of the compiled layer are from its own, or None where that is not measured
     compiled: float | None
-    megabytes: dict[int, float]
-    findings: list[str]
+    megabytes: dict[int, float]  # of a rank, by the number of ranks
+    findings: list[str]  # the audit's
 
     @property
     def right(self) -> bool:
@@ -85,25 +60,19 @@ class Row:
 
 
 def _deviations(name: str, sizes: tuple[int, ...]) -> list[float]:
-    return compared.deviations(CASES[name], sizes)
+    return measures.deviations(CASES[name], sizes)
 
 
 def _compiled(name: str, sizes: tuple[int, ...]) -> float:
-    return compared.compiled(CASES[name], sizes)
+    return measures.compiled(CASES[name], sizes)
 
 
 def _megabytes(name: str) -> float:
-    return weighed.megabytes(CASES[name])
+    return measures.megabytes(CASES[name])
 
 
 def row_of(case: Case, processes: dict[int, Run], *, weigh: bool = True) -> Row:
-    """Measure a layer.
-
-    Args:
-        case: the layer.
-        processes: what runs a function on so many ranks that are processes.
-        weigh: whether memory is measured too.
-    """
+    """Measure a layer."""
 
     def worst(cuts: tuple[tuple[int, ...], ...]) -> list[float]:
         found = [
@@ -122,5 +91,5 @@ def row_of(case: Case, processes: dict[int, Run], *, weigh: bool = True) -> Row:
         max(worst(EMPTY)),
         compiles,
         weights,
-        compared.findings(case, 2),
+        measures.findings(case, 2),
     )

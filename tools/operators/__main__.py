@@ -16,6 +16,7 @@ import torch
 
 from tools.operators.attack import attack
 from tools.operators.page import page, proofs, twins
+from tools.pages import show
 
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
@@ -34,11 +35,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
         print(report)
         print(f"{time.perf_counter() - started:.0f} s")
         return 1 if report.wrong else 0
-    text = page(proofs(), twins())
-    if into is None:
-        print(text, end="")
-    else:
-        into.write_text(text)
+    show(page(proofs(), twins()), into)
     return 0
 
 

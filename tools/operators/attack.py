@@ -18,8 +18,6 @@ from torch import Tensor
 
 import gradmesh as gm
 
-__all__ = ["Report", "attack"]
-
 SIZE = 6
 
 Program = list[tuple[str, tuple[int, ...], int]]
@@ -143,21 +141,16 @@ def _patched(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass
 class Report:
-    """What an attack found.
-
-    Attributes:
-        claims: how many values were claimed to be of each type.
-        wrong: claims that are not so, wrong sums without a finding, and findings of right sums, each with its
-            program's number.
-        single: how many programs with one operator there were, and how many of them with a finding.
-        refused: programs that ended with an error of the library, by its class.
-        findings: findings, by kind.
-    """
+    """What an attack found."""
 
     call_checks: Counter[str] = field(default_factory=Counter)
+    # claims that are not so, wrong sums without a finding, and findings of right sums, each with its
+    # program's number
     wrong: list[str] = field(default_factory=list)
+    # programs that ended with an error of the library, by its class
     refused: Counter[str] = field(default_factory=Counter)
-    findings: Counter[str] = field(default_factory=Counter)
+    findings: Counter[str] = field(default_factory=Counter)  # findings, by kind
+    # how many programs with one operator there were, and how many of them with a finding
     single: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -265,13 +258,7 @@ def _step(name: str, given: list[Tensor], values: list[Tensor], number: int, ran
 
 
 def attack(programs: int, seed: int = 0, ranks: int = 3) -> Report:
-    """Run random programs: as many long ones, and as many with one operator.
-
-    Args:
-        programs: how many.
-        seed: of the first.
-        ranks: on how many ranks, which divides 6.
-    """
+    """Run random programs: as many long ones, and as many with one operator."""
     report = Report()
     for number in range(seed, seed + programs):
         _one(report, number, drawn(number), ranks, learn=number % 2 == 0)

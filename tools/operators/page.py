@@ -9,11 +9,8 @@ import torch
 
 from gradmesh.type_inference.collectives import CALLS
 from gradmesh.type_inference.rules import TABLE, S, V
-from tools.operators.proof import Proof, prove
+from tools.operators.proof import Proof, prove, twins_of
 from tools.operators.samples import SAMPLES
-from tools.operators.twins import twins_of
-
-__all__ = ["page", "proofs", "twins"]
 
 _HEAD = """\
 # Operator rules of gm.typed: how each torch operator changes V, R, I and P
@@ -54,11 +51,7 @@ only, with three operands and more). The columns count the tests:
 
 
 def proofs() -> dict[str, Proof]:
-    """Every operator's proof: those of its samples, added up.
-
-    Raises:
-        RefutedError: a rule says what is not so.
-    """
+    """Every operator's proof: those of its samples, added up."""
     made: dict[str, Proof] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,8 +18,6 @@ from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import SAMES, I, Kind, P, R, Rule, S, V, outcome, rule_of
 from tools.operators.samples import Operand, arguments, operands
 
-__all__ = ["Case", "Proof", "RefutedError", "overload_of", "prove"]
-
 RANKS = 3
 _STEP = 1e-6
 
@@ -32,21 +30,13 @@ class RefutedError(AssertionError):
 
 @dataclass
 class Proof:
-    """What was compared with values.
+    """What was compared with values."""
 
-    Attributes:
-        name: the operator.
-        rule: its rule.
-        values: for how many choices of types values were compared.
-        gradients: for how many of them gradients were.
-        refused: how many choices the rule calls a fault, and values show that it is one.
-    """
-
-    name: str
+    name: str  # the operator
     rule: str
-    values: int = 0
-    gradients: int = 0
-    refused: int = 0
+    values: int = 0  # for how many choices of types values were compared
+    gradients: int = 0  # for how many of them gradients were
+    refused: int = 0  # how many choices the rule calls a fault, and values show that it is one
     said: set[str] = field(default_factory=set)
 
 
@@ -115,14 +105,7 @@ class Case:
         return drawn.reshape(one.shape).to(one.dtype)
 
     def spread(self, one: Operand, kind: Kind, how: str = "") -> list[Tensor]:
-        """The values of an operand of a type, on each rank.
-
-        Args:
-            one: the operand.
-            kind: the type.
-            how: "wide": from -3 to 3, each rank's by itself; "odd": also a NaN and zeros among them; "infinite": all
-                that, and infinities.
-        """
+        """The values of an operand of a type, on each rank: "wide", "odd" with a NaN and zeros, or "infinite"."""
         if how and not one.definite and one.dtype is torch.float64:
             wide = Operand(one.shape, -3.0, 3.0)
             parts = [self.draw(wide) for _ in range(RANKS if kind in (V, P) else 1)]
@@ -199,11 +182,7 @@ def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def prove(name: str, text: str, seed: int = 0) -> Proof:
-    """Hold an operator's rule against values and gradients, for every choice of types of a sample's operands.
-
-    Raises:
-        RefutedError: it says what is not so.
-    """
+    """Hold an operator's rule against values and gradients, for every choice of types of a sample's operands."""
     case = Case(name, text, seed)
     proof = Proof(name, case.rule.text)
     fixed = {one: case.draw(one) for one in case.places if not one.typed}
@@ -413,3 +392,73 @@ def _slope(
         return [{**values, one: values[one] + step * way} for values, way in zip(ranks, ways, strict=True)]
 
     return (objective(moved(_STEP)) - objective(moved(-_STEP))) / (2 * _STEP)
+
+
+def twins_of(name: str, text: str, seed: int = 0) -> list[str]:
+    """The twins of an operator that did the same with a sample's operands."""
+    base, _, overload = name.partition(".")
+    case = Case(name, text, seed)
+    if base.endswith("_") or case.rule.made == "~":
+        return []
+    values = {one: case.draw(one) for one in case.places}
+    found = []
+    for other, lists in ((f"{base}_", False), (f"_foreach_{base}", True), (f"_foreach_{base}_", True)):
+        func = _like(other, overload, case, lists=lists)
+        if func is None:
+            continue
+        try:
+            made = _made(case, func, values, lists=lists)
+        except (RuntimeError, TypeError, NotImplementedError):
+            continue
+        want = case.run(values)
+        writes = other.endswith("_")
+        for given, result, before in made:
+            got = given if writes else result
+            if got.shape != want[0].shape or got.dtype != want[0].dtype:
+                continue
+            if not torch.equal(got.nan_to_num(), want[0].nan_to_num()):
+                raise RefutedError(f"{other} is not {name}")
+            if not writes and not torch.equal(given.nan_to_num(), before.nan_to_num()):
+                raise RefutedError(f"{other} writes its operand")
+            found.append(other)
+    return sorted(set(found))
+
+
+def _like(other: str, overload: str, case: Case, *, lists: bool) -> Any:
+    """The overload of a twin that takes the same arguments."""
+    packet = getattr(torch.ops.aten, other, None)
+    if packet is None or not case.args or not isinstance(case.args[0], Operand):
+        return None
+    names = packet.overloads()
+    if lists:
+        tensors = sum(isinstance(one, Operand) for one in case.args)
+        overload = (
+            "List"
+            if tensors > 1 and "List" in names
+            else "Scalar"
+            if tensors < 2 and "Scalar" in names
+            else "default"
+        )
+        if len(case.args) < 2:
+            overload = "default"
+    chosen = overload or "default"
+    return getattr(packet, chosen) if chosen in names and arguments_of(getattr(packet, chosen)) else None
+
+
+def _made(
+    case: Case, func: Any, values: dict[Operand, Tensor], *, lists: bool
+) -> Sequence[tuple[Tensor, Tensor, Tensor]]:
+    """What it was given first, what it returned, and what that was before."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return [values[value].clone(), values[value].clone()] if lists else values[value].clone()
+        return [filled(one) for one in value] if isinstance(value, list) else value
+
+    args = [filled(one) for one in case.args]
+    result = func(*args, **{key: filled(one) for key, one in case.kwargs.items()})
+    before = values[case.args[0]]  # type: ignore[index]
+    if not lists:
+        return [(args[0], result, before)]
+    results = result if isinstance(result, list | tuple) else args[0]
+    return [(given, made, before) for given, made in zip(args[0], results, strict=True)]

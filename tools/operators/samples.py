@@ -17,30 +17,18 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SAMPLES", "Operand", "arguments"]
-
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor to be filled in.
-
-    Attributes:
-        shape: its shape.
-        low: the least value.
-        high: the largest.
-        dtype: its dtype; integers and masks are the same on every rank.
-        definite: whether it is to be positive definite.
-        lower: whether only the triangle below the diagonal is used.
-        unique: of numbers, whether each stands once along dim 0.
-    """
+    """A tensor to be filled in."""
 
     shape: tuple[int, ...]
-    low: float = 0.2
-    high: float = 0.8
-    dtype: torch.dtype = torch.float64
-    definite: bool = False
-    lower: bool = False
-    unique: bool = False
+    low: float = 0.2  # the least value
+    high: float = 0.8  # the largest
+    dtype: torch.dtype = torch.float64  # its dtype; integers and masks are the same on every rank
+    definite: bool = False  # whether it is to be positive definite
+    lower: bool = False  # whether only the triangle below the diagonal is used
+    unique: bool = False  # of numbers, whether each stands once along dim 0
 
     @property
     def typed(self) -> bool:

@@ -1,5 +1,5 @@
 """What overlap hides, measured: two programs to copy from, on a wire with a delay and without.
 
-`chain` and `ring` are the programs, `ways` runs a step of one in each of the ways that are compared, `measure` takes
-the times on ranks of a backend, and `page` writes them down.
+`chain` and `ring` are the programs; `measure` runs a step of one in each of the ways that are compared and takes the
+times on ranks of a backend.
 """

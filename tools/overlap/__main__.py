@@ -8,7 +8,6 @@ python -m tools.report docs/reports/overlap.md        # the page, and docs/repor
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -17,10 +16,59 @@ from pathlib import Path
 import torch
 
 import gradmesh as gm
-from tools.overlap.measure import HALVES, Figures, Pick, link_for, measured, seen, work_alone
-from tools.overlap.page import Row, figures_text, machine
-from tools.overlap.ways import PROGRAMS, Chain
-from tools.pages import mark, put
+from tools.overlap.measure import HALVES, PROGRAMS, Chain, Figures, Pick, link_for, measured, seen, work_alone
+from tools.pages import machine, mark, parser_of, put, table
+
+Row = tuple[str, str, Figures]
+"""A program, a backend, and the figures."""
+
+_NAMES = {"chain": "chain of eight layers", "ring": "ring attention"}
+
+
+def figures_text(found: Sequence[Row], ranks: int, which: str) -> str:
+    """The tables, in Markdown."""
+    slow = [row for row in found if row[2].link is not None]
+    plain = [row for row in found if row[2].link is None]
+    aimed = [figures.ratio("overlapped", half) for *_, figures in slow for half in HALVES]
+    return "\n\n".join(
+        [
+            f"{machine(ranks)}; {which} of the slowest rank, all ways in turn. Milliseconds:",
+            _table(slow),
+            f"Overlapped, a half of a step takes {min(aimed):.2f} to {max(aimed):.2f} times the longer of its work and "
+            "its calls; 1.00 is all that can be had.",
+            _beside_no_delay(slow, plain),
+            "On the wire as it is, without a delay:",
+            _table(plain),
+        ]
+    )
+
+
+def _beside_no_delay(slow: Sequence[Row], plain: Sequence[Row]) -> str:
+    """What the delay adds to an overlapped step, whose transfers are made in either case."""
+    without = {row[:2]: row[2].times["overlapped"]["step"] for row in plain}
+    parts = [
+        f"{figures.times['overlapped']['step'] / without[program, backend]:.2f} for the {_NAMES[program]} on {backend}"
+        for program, backend, figures in slow
+    ]
+    return f"An overlapped step with the delay takes, of the time of one without, {', '.join(parts)}."
+
+
+def _table(found: Sequence[Row]) -> str:
+    heads = "program | ranks on | wire, MB/s |  | work | calls | in turn | overlapped | / longer of both"
+    rows = []
+    for program, backend, figures in found:
+        link = "as it is" if figures.link is None else f"{1e3 * figures.link.gbytes_per_s:g}"
+        for half in HALVES:
+            times = [figures.times[way][half] for way in ("work", "calls", "in turn", "overlapped")]
+            cells = [f"{1e3 * seconds:.0f}" for seconds in times]
+            cells.append(
+                f"{figures.ratio('overlapped', half):.2f} ({figures.ratio('in turn', half):.2f} in turn)"
+            )
+            first = half == HALVES[0]
+            name = (_NAMES[program], backend, link) if first else ("", "", "")
+            rows.append((*name, half, *cells))
+    return table(heads, rows)
+
 
 RANKS = 2
 SHARE = 0.8
@@ -42,11 +90,7 @@ def _lines(name: str, backend: str, figures: Figures) -> str:
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure; 1 where a half of a step on the slow wire takes more than 1.1 times the longer of work and calls."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.overlap")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="of the ranks; all by default")
     parser.add_argument("--program", choices=list(PROGRAMS), action="append", help="both by default")
     parser.add_argument(

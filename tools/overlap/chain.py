@@ -14,8 +14,6 @@ from torch import Tensor
 
 import gradmesh as gm
 
-__all__ = ["Done", "Waitable", "begin_gather", "chain", "layer"]
-
 
 class Waitable(Protocol):
     """A tensor that is on its way."""
@@ -43,14 +41,7 @@ def begin_gather(share: Tensor) -> Waitable:
 def chain(
     x: Tensor, first: Tensor, shares: Sequence[Tensor], begin: Callable[[Tensor], Waitable] = begin_gather
 ) -> Tensor:
-    """Run the layers.
-
-    Args:
-        x: this rank's samples.
-        first: the first layer's weight, whole.
-        shares: this rank's rows of the weight of every other layer.
-        begin: begins to gather a weight.
-    """
+    """Run the layers."""
     coming = begin(shares[0])
     x = layer(x, first)
     for following in [*shares[1:], None]:

@@ -20,8 +20,6 @@ from torch import Tensor
 import gradmesh as gm
 from tools.overlap.chain import Done, Waitable
 
-__all__ = ["attend", "begin_shift", "ring_attention"]
-
 
 def begin_shift(block: Tensor) -> Waitable:
     """Begin to hand a block to the next rank, and to take one from the rank before."""
@@ -44,16 +42,7 @@ def ring_attention(
     ranks: int | None = None,
     begin: Callable[[Tensor], Waitable] = begin_shift,
 ) -> Tensor:
-    """Attend to the keys and values of all ranks.
-
-    Args:
-        q: this rank's queries, (..., its part of the sequence, features).
-        k: its keys, likewise.
-        v: its values, likewise.
-        blocks: into how many blocks keys and values are cut.
-        ranks: how many ranks there are; None: those of the axis.
-        begin: begins to hand a block on.
-    """
+    """Attend to the keys and values of all ranks."""
     around = gm.world_size() if ranks is None else ranks
     own = zip(k.chunk(blocks, -2), v.chunk(blocks, -2), strict=True)
     coming: list[Waitable] = [Done(torch.stack(block)) for block in own]

@@ -17,8 +17,6 @@ from tools.pages import written
 from tools.pictures.drawing import picture_of, types_picture
 from tools.pictures.motion import drawn, motions
 
-__all__ = ["files"]
-
 _PAGE = """# Every verb, drawn
 
 Three ranks; on the left what each hands in, on the right what it gets. A colour is a rank's own value, violet is a

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from tools.pictures.motion import SAME, WORLD, Cell, Motion, Term
 
-__all__ = ["picture_of", "types_picture"]
-
 WIDTH, CELL, BAND = 340, 22, 12
 LEFT, RIGHT, BOX = 54, 208, 118
 

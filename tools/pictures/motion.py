@@ -14,8 +14,6 @@ from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.row import Row
 from gradmesh.verify.laws import matrix
 
-__all__ = ["WORLD", "Cell", "Motion", "Term", "drawn", "motions"]
-
 WORLD = 3
 """Ranks in a picture: the fewest with a neighbour on each side."""
 
@@ -44,19 +42,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Motion:
-    """One direction of a verb.
+    """One direction of a verb."""
 
-    Attributes:
-        src: the operand's type, as a letter.
-        dst: the result's.
-        before: each rank's cells of the operand.
-        after: each rank's cells of the result.
-    """
-
-    src: str
-    dst: str
-    before: tuple[tuple[Cell, ...], ...]
-    after: tuple[tuple[Cell, ...], ...]
+    src: str  # the operand's type, as a letter
+    dst: str  # the result's
+    before: tuple[tuple[Cell, ...], ...]  # each rank's cells of the operand
+    after: tuple[tuple[Cell, ...], ...]  # each rank's cells of the result
 
     @property
     def elements(self) -> int:

@@ -12,16 +12,9 @@ import torch
 
 import gradmesh as gm
 from gradmesh.verify import CostModel, Link, simulate
-from tools.pages import mark, put
+from tools.pages import mark, put, table
 from tools.simulator.large import predicted, whole_step
 from tools.simulator.shm import SIZES, compare, fit
-
-__all__ = ["PARTS", "main"]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _large() -> str:
@@ -33,18 +26,10 @@ def _large() -> str:
         rows.append(
             [f"{dp} x {tp}", one.calls, *sent, f"{1e3 * one.seconds:.3f}", f"{one.took:.2f}", checked]
         )
-    heads = (
-        "dp x tp",
-        "calls",
-        "bytes on tp",
-        "bytes on dp",
-        "ms predicted",
-        "s to simulate",
-        "with all ranks",
-    )
+    heads = "dp x tp | calls | bytes on tp | bytes on dp | ms predicted | s to simulate | with all ranks"
     return (
         "A step of a tensor-parallel model, with one simulated rank (bytes are those that a rank sends; `tp` has 3 us "
-        "and 300 GB/s, `dp` 20 us and 25 GB/s; communication alone):\n\n" + _table(heads, rows)
+        "and 300 GB/s, `dp` 20 us and 25 GB/s; communication alone):\n\n" + table(heads, rows)
     )
 
 
@@ -55,7 +40,7 @@ def _whole() -> str:
         took, far = whole_step(size)
         rows.append([size, f"{took:.2f}", f"{far:.1e}"])
     heads = ("ranks", "s", "largest difference from one process")
-    return "A contrastive training step with all ranks simulated, with a seed:\n\n" + _table(heads, rows)
+    return "A contrastive training step with all ranks simulated, with a seed:\n\n" + table(heads, rows)
 
 
 def _shm() -> str:
@@ -77,7 +62,7 @@ def _shm() -> str:
         f"{link.gbytes_per_s:.2f} GB/s. "
         f"Predicted to measured is {min(ratios):.2f} to {max(ratios):.2f}, {statistics.median(ratios):.2f} in the "
         "middle.\n\n"
-        + _table(("op", "KiB", "us measured", "us predicted", "ratio"), rows)
+        + table("op | KiB | us measured | us predicted | ratio", rows)
         + f"\n\nA training step of a contrastive model takes {1e3 * measured:.1f} ms on shm; the simulation, with "
         f"ranks that compute on this machine and that link, predicts {1e3 * step:.1f} ms, {1e3 * wire:.1f} of "
         f"them communication: a ratio of {step / measured:.2f}."
@@ -104,7 +89,7 @@ def _lived() -> str:
         rows.append(["later" if later else "at once", f"{1e3 * wall:.0f}", f"{1e3 * own:.0f}"])
     return (
         "Overlap on both clocks: five times a sum of 20 ms beside 20 ms of work, waited for at once or after the "
-        "work:\n\n" + _table(("waited for", "ms, wall clock", "ms, virtual clock"), rows)
+        "work:\n\n" + table("waited for | ms, wall clock | ms, virtual clock", rows)
     )
 
 
@@ -126,7 +111,7 @@ def _watching() -> str:
         turns = min(max(simulate(_calls, size, args=(300,), seed=0).results) for _ in range(5))
         rows.append([size, *(f"{1e6 * took:.0f}" for took in (plain, seen, turns))])
     heads = ("ranks", "launched", "simulated", "simulated, with a seed")
-    return "A small all_reduce, in us:\n\n" + _table(heads, rows)
+    return "A small all_reduce, in us:\n\n" + table(heads, rows)
 
 
 PARTS = {"large": _large, "whole": _whole, "shm": _shm, "lived": _lived, "watching": _watching}

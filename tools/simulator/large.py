@@ -12,8 +12,6 @@ from torch.nn import functional
 import gradmesh as gm
 from gradmesh.verify import CostModel, Link, Simulation, simulate
 
-__all__ = ["MODEL", "Predicted", "predicted", "tensor_parallel_step", "whole_step"]
-
 MODEL = CostModel({"dp": Link(20, 25), "tp": Link(3, 300)})
 """Eight devices behind one switch, and a network between such nodes."""
 
@@ -38,22 +36,15 @@ def tensor_parallel_step() -> None:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A step in a world of `dp` times `tp` ranks.
-
-    Attributes:
-        calls: of one rank.
-        sent: the bytes that a rank sends on each axis.
-        seconds: communication by the model.
-        took: how long it took to find out.
-        checked: whether calls, bytes and times are those of rank 0 in a simulation of all ranks; None: not asked.
-    """
+    """A step in a world of `dp` times `tp` ranks."""
 
     dp: int
     tp: int
-    calls: int
-    sent: dict[str, int]
-    seconds: float
-    took: float
+    calls: int  # of one rank
+    sent: dict[str, int]  # the bytes that a rank sends on each axis
+    seconds: float  # communication by the model
+    took: float  # how long it took to find out
+    # whether calls, bytes and times are those of rank 0 in a simulation of all ranks; None: not asked
     checked: bool | None
 
 

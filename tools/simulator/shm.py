@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import gradmesh as gm
 from gradmesh.verify import CostModel, Link, simulate
 
-__all__ = ["Compared", "compare", "fit", "step_times"]
-
 _OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
     "all_gather": gm.all_gather,
@@ -50,11 +48,7 @@ def _measure(op: str, payload: int) -> float:
 
 
 def fit(size: int) -> tuple[Link, list[Compared]]:
-    """Fit the link of shm to all_reduce, and hold other sizes and ops against it.
-
-    Args:
-        size: the number of ranks.
-    """
+    """Fit the link of shm to all_reduce, and hold other sizes and ops against it."""
     with gm.Ranks(size, backend="shm", timeout=200, prefix=False) as ranks:
         rounds = [
             {(op, payload): ranks.run(_measure, op, payload)[0] for op in _OPS for payload in SIZES}
@@ -71,13 +65,7 @@ def fit(size: int) -> tuple[Link, list[Compared]]:
 
 
 def compare(link: Link, size: int, steps: int = 12) -> tuple[float, float, float]:
-    """The time of a training step on shm, the one that a simulation predicts, and the part of it that is communication.
-
-    Args:
-        link: the fitted link.
-        size: the number of ranks.
-        steps: how many steps are timed, of which the fastest counts, as others use the machine too.
-    """
+    """The time of a training step on shm, the one that a simulation predicts, and how much of that is communication."""
     with gm.Ranks(size, backend="shm", timeout=200, prefix=False) as ranks:
         measured = min([max(times) for times in zip(*ranks.run(step_times, steps), strict=True)])
     run = simulate(step_times, size, args=(steps,), seed=0, model=CostModel(link, "direct"))

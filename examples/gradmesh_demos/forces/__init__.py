@@ -57,11 +57,7 @@ def introduction(job: Job) -> str:
 
 
 def run(job: Job, watcher: Watcher | None = None) -> Any:
-    """Run the job; see `job.run`.
-
-    Raises:
-        MissingExtraError: the extra is not installed.
-    """
+    """Run the job; see `job.run`."""
     require(NEEDS, "demo forces")
     return _module("job").run(job, watcher)
 

@@ -31,34 +31,21 @@ EXACT = 1e-10
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that one exchange sends, over all ranks, for a slab.
+    """The rows that one exchange sends, over all ranks, for a slab."""
 
-    Attributes:
-        atoms: number of atoms.
-        sent: rows that are sent.
-        gathered: rows that an all-gather would send.
-    """
-
-    atoms: int
-    sent: int
-    gathered: int
+    atoms: int  # number of atoms
+    sent: int  # rows that are sent
+    gathered: int  # rows that an all-gather would send
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Forces on held-out structures.
+    """Forces on held-out structures."""
 
-    Attributes:
-        right: of EMT.
-        predicted: of the model.
-        family: the kind of structure of each atom.
-        mean: the mean force of the training data.
-    """
-
-    right: Tensor
-    predicted: Tensor
-    family: list[str]
-    mean: Tensor
+    right: Tensor  # of EMT
+    predicted: Tensor  # of the model
+    family: list[str]  # the kind of structure of each atom
+    mean: Tensor  # the mean force of the training data
 
     def errors(self, family: str | None = None) -> tuple[float, float]:
         """The mean absolute error of the model and of predicting the mean; for one kind of structure, or for all."""
@@ -69,31 +56,20 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The results of the demo.
+    """The results of the demo."""
 
-    Attributes:
-        job: its options.
-        families: for each kind of structure, the number of training and of held-out structures.
-        training: training on the ranks.
-        deviations: of energy, forces, stress and gradient from one process, see `training.deviations`.
-        once: the same of the gradient, with exchanges that have no second derivative.
-        held: the forces on held-out structures.
-        rows: for slabs of several sizes.
-        energies: of the molecular dynamics.
-        moving: number of atoms in the molecular dynamics.
-        seconds: run time of each part.
-    """
-
-    job: Job
+    job: Job  # its options
+    # for each kind of structure, the number of training and of held-out structures
     families: dict[str, tuple[int, int]]
-    training: Training
+    training: Training  # training on the ranks
+    # of energy, forces, stress and gradient from one process, see `training.deviations`
     deviations: dict[str, float]
-    once: float
-    held: Held
-    rows: list[Rows]
-    energies: Energies
-    moving: int
-    seconds: dict[str, float]
+    once: float  # the same of the gradient, with exchanges that have no second derivative
+    held: Held  # the forces on held-out structures
+    rows: list[Rows]  # for slabs of several sizes
+    energies: Energies  # of the molecular dynamics
+    moving: int  # number of atoms in the molecular dynamics
+    seconds: dict[str, float]  # run time of each part
 
     def as_json(self) -> dict[str, Any]:
         """The results as plain values."""
@@ -117,12 +93,7 @@ class Result:
 
 
 def run(job: Job, watcher: Watcher | None = None) -> Result:
-    """Run the job.
-
-    Raises:
-        ArgumentError: invalid number of ranks or backend.
-        RankError: a rank failed.
-    """
+    """Run the job."""
     watcher, clock = watcher or Watcher(), _Clock()
     watcher.begin("making structures", 1, only=True)
     made = structures.made(job.structures, job.seed)

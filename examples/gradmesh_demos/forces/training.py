@@ -31,14 +31,7 @@ WEIGHTS = 1.0, 1.0, 0.3
 
 
 def samples_of(made: Sequence[Atoms], batch: int, steps: int, seed: int) -> list[Sample]:
-    """A batch for each step, of structures in an order that is drawn anew when all have been seen.
-
-    Args:
-        made: the structures.
-        batch: how many a step is of.
-        steps: how many steps.
-        seed: decides the order.
-    """
+    """A batch for each step, of structures in an order that is drawn anew when all have been seen."""
     order, drawn = torch.Generator().manual_seed(seed), list[Tensor]()
     while len(drawn) < steps:
         drawn += torch.randperm(len(made), generator=order).split(batch)
@@ -56,13 +49,7 @@ def fitted(model: Model, made: Sequence[Atoms]) -> Model:
 
 
 def loss_of(found: Figures, right: Figures, batch: Batch) -> Tensor:
-    """The mean square error: of energies by atom, of forces, and of stresses as energies by atom.
-
-    Args:
-        found: the figures of a model.
-        right: what they are to be.
-        batch: the structures.
-    """
+    """The mean square error: of energies by atom, of forces, and of stresses as energies by atom."""
     sizes, whole = batch.sizes, batch.volumes.isfinite()
     energy = ((found.energy - right.energy) / sizes).square().mean()
     forces = (found.forces - right.forces).square().mean()
@@ -72,16 +59,7 @@ def loss_of(found: Figures, right: Figures, batch: Batch) -> Tensor:
 
 
 class Learner(Generic[Model]):
-    """A model, and Adam, whose rate falls to zero like a cosine.
-
-    Args:
-        model: the potential.
-        steps: how many there will be.
-
-    Attributes:
-        model: the potential.
-        steps: how many there will be.
-    """
+    """A model, and Adam, whose rate falls to zero like a cosine."""
 
     def __init__(self, model: Model, steps: int) -> None:
         self.model, self.steps = model, steps
@@ -123,17 +101,11 @@ class Learner(Generic[Model]):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What is compared of a run.
+    """What is compared of a run."""
 
-    Attributes:
-        losses: of each step.
-        parameters: after each step, shape (steps, parameters).
-        gradient: of the first step.
-    """
-
-    losses: list[float]
-    parameters: Tensor
-    gradient: Tensor
+    losses: list[float]  # of each step
+    parameters: Tensor  # after each step, shape (steps, parameters)
+    gradient: Tensor  # of the first step
 
 
 def _trained(learner: Learner[Model], samples: Sequence[Sample], figures: Callable[..., Figures]) -> Trace:
@@ -149,12 +121,7 @@ def _trained(learner: Learner[Model], samples: Sequence[Sample], figures: Callab
 
 
 def train(learner: Learner[single.Potential], samples: Sequence[Sample]) -> Trace:
-    """Take a step for each sample, on this process.
-
-    Args:
-        learner: changed by it.
-        samples: one for each step.
-    """
+    """Take a step for each sample, on this process."""
     return _trained(learner, samples, lambda _, batch: single.figures(learner.model, batch, second=True))
 
 
@@ -168,14 +135,7 @@ def owner_of(batch: Batch, ranks: int, partition: str) -> Tensor:
 def train_on_rank(
     learner: Learner[parallel.Potential], samples: Sequence[Sample], partition: str, once: bool = False
 ) -> tuple[Learner[parallel.Potential], Trace]:
-    """The same on ranks; every rank calls it.
-
-    Args:
-        learner: has a `parallel.Potential`; it is not changed.
-        samples: one for each step, whole on every rank.
-        partition: as in the job.
-        once: by exchanges whose gradient has no second derivative.
-    """
+    """The same on ranks; every rank calls it."""
     own = learner.copied()
     kind: Any = OncePlan if once else GraphPlan
     plans: dict[int, GraphPlan] = {}
@@ -196,23 +156,14 @@ PARTS = 10
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """Training on ranks beside that on one process.
+    """Training on ranks beside that on one process."""
 
-    Attributes:
-        dense: the potential as one process trained it.
-        model: the ranks' own.
-        losses: of each step.
-        loss_error: the largest difference between a loss and that of one process, relative to this.
-        param_error: the largest difference of a parameter, after any step.
-        rank_error: the largest difference of a parameter between two ranks.
-    """
-
-    dense: single.Potential
-    model: parallel.Potential
-    losses: list[float]
-    loss_error: float
-    param_error: float
-    rank_error: float
+    dense: single.Potential  # the potential as one process trained it
+    model: parallel.Potential  # the ranks' own
+    losses: list[float]  # of each step
+    loss_error: float  # the largest difference between a loss and that of one process, relative to this
+    param_error: float  # the largest difference of a parameter, after any step
+    rank_error: float  # the largest difference of a parameter between two ranks
 
 
 def trained(ranks: gm.Ranks, made: Sequence[Atoms], job: Job, watcher: Watcher) -> Training:
@@ -251,12 +202,7 @@ def _far(one: Tensor, other: Tensor) -> float:
 def deviations(
     ranks: gm.Ranks, model: parallel.Potential, dense: single.Potential, sample: Sample, partition: str
 ) -> tuple[dict[str, float], float]:
-    """How far the ranks are from one process that has the same weights.
-
-    Returns:
-        For the energy, the forces, the stress, and the gradient of the loss, the largest difference on any rank,
-        relative to the largest value; and that of the gradient where exchanges have no second derivative.
-    """
+    """How far the ranks are from one process that has the same weights."""
     dense.load_state_dict(model.state_dict())
     right = _of(single.figures(dense, sample[0], second=True), sample, dense)
     errors = [

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
+    "KERNELS",
     "DispatchMode",
+    "FusedAttention",
     "WeakTensors",
     "arguments",
     "arguments_of",
     "base_of",
     "dispatched_name",
     "fill_fresh_memory",
-    "flash_backward",
-    "flash_forward",
-    "flash_takes",
+    "fused_attention",
     "group_behind",
     "is_random",
     "is_view",
@@ -156,43 +156,114 @@ def reduction_of(boxed: Any) -> str:
     return _REDUCTIONS.get(int(boxed.op()), "other")
 
 
-_FLASH = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
-_forward = required(_FLASH, "attention over a sharded sequence")
-_backward = required(f"{_FLASH}_backward", "attention over a sharded sequence")
-_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_TILES = "attention over a sharded sequence computes plain matrix products on the devices of this operator"
 
 
-def flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the fused kernels can be used: CPU, equal feature sizes, no empty operand (which crashes the process)."""
-    supported = q.is_cpu and q.dtype in _DTYPES
-    return supported and k.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
+class FusedAttention:
+    """An attention kernel of torch that returns the logsumexp of each row's scores, and its backward.
 
-
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention and the logsumexp of each row's scores.
+    Operands are (batch, heads, sequence, features); k and v may have one head. Arguments are passed by name. The first
+    use tries both operators without data: a torch that names an argument otherwise does without them.
 
     Args:
-        q: (batch, heads, rows, features).
-        k: (batch, heads, keys, features).
-        v: the same.
-        diagonal: whether row i attends only to keys up to i (causal).
-        scale: the scale of the scores.
-
-    >>> x = torch.zeros(1, 1, 4, 2)
-    >>> flash_forward(x, x, x, False, 1.0)[1].exp()
-    tensor([[[4., 4., 4., 4.]]])
+        name: of the operator, without its prefix.
+        able: whether torch has the kernel for q, k and v, and a causal mask or none.
+        multiple: of which the kernel's logsumexp has a length; 0: it takes any strides of its operands.
     """
-    out, lse = _forward(*map(_in_rows, (q, k, v)), 0.0, diagonal, scale=scale)
-    return out, lse
+
+    def __init__(
+        self, name: str, able: Callable[[Tensor, Tensor, Tensor, bool], bool], multiple: int = 0
+    ) -> None:
+        path = f"torch.ops.aten._scaled_dot_product_{name}"
+        self._forward, self._backward = (
+            find(f"{path}{end}.default", without=_TILES) for end in ("", "_backward")
+        )
+        self._able, self._multiple = able, multiple
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> bool:
+        """Whether the kernel can be used; an empty operand would crash it."""
+        return min(q.numel(), k.numel()) > 0 and self._able(q, k, v, diagonal) and self._lse_dim > 0
+
+    @functools.cached_property
+    def _lse_dim(self) -> int:
+        """The number of dimensions of its logsumexp; 0: torch lacks the operators, or has others of that name."""
+        x = torch.empty(1, 1, 8, 8, device="meta")
+        try:
+            out, lse = self._called(self._forward, query=x, key=x, value=x, is_causal=True, scale=1.0)[:2]
+            self._lse_dim = lse.dim()
+            self.backward(x, x, x, x, out, lse.flatten(2)[..., :8], diagonal=True, scale=1.0)
+        except (AttributeError, TypeError, RuntimeError):
+            return 0
+        return self._lse_dim
+
+    def _called(self, operator: Any, **given: Any) -> Any:
+        given |= {"dropout_p": 0.0, "attn_bias": None, "compute_log_sumexp": True}
+        return operator(**{name: given[name] for name, _ in arguments_of(operator) if name in given})
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention, and the logsumexp of each row's scores; `diagonal`: row i attends to keys up to i (causal).
+
+        >>> x = torch.zeros(1, 1, 4, 2)
+        >>> fused_attention(x, x, x, False).forward(x, x, x, False, 1.0)[1].exp()
+        tensor([[[4., 4., 4., 4.]]])
+        """
+        q, k, v = (_in_rows(x.expand(-1, q.shape[1], -1, -1)) for x in (q, k, v))
+        out, lse = self._called(self._forward, query=q, key=k, value=v, is_causal=diagonal, scale=scale)[:2]
+        return out, lse.flatten(2)[..., : q.shape[2]]
+
+    def backward(self, *given: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, from (grad, q, k, v, out, lse); out and lse may include more keys than k."""
+        *operands, lse = given
+        heads, groups = (x.shape[1] for x in given[1:3])
+        grad, q, k, v, out = (_in_rows(x.expand(-1, heads, -1, -1)) for x in operands)
+        if self._multiple:
+            grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
+            lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % self._multiple)).contiguous()
+            lse = lse.view(*lse.shape, *[1] * (self._lse_dim - lse.dim()))
+        unread = q.new_empty(2, dtype=torch.uint64)  # the generator's state, without dropout
+        found = self._called(
+            self._backward,
+            **dict.fromkeys(("grad_out", "grad_out_"), grad),
+            **dict.fromkeys(("philox_seed", "philox_offset"), unread),
+            query=q, key=k, value=v, out=out, logsumexp=lse,
+            cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
+            grad_input_mask=[True, True, True, False], is_causal=diagonal, scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = found[:3]
+        return (dq, dk, dv) if heads == groups else (dq, *(x.sum(1, keepdim=True) for x in (dk, dv)))
 
 
-def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, diagonal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `out` and `lse` may include more keys than `k` and `v`."""
-    operands = map(_in_rows, (grad, q, k, v, out))
-    dq, dk, dv = _backward(*operands, lse, 0.0, diagonal, scale=scale)
-    return dq, dk, dv
+def _on_cuda(query: Callable[[Any], bool]) -> Callable[[Tensor, Tensor, Tensor, bool], bool]:
+    """What torch says; the kernels themselves take multiples of eight features."""
+
+    def able(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> bool:
+        if torch.version.hip or q.shape[-1] % 8 or v.shape[-1] % 8:
+            return False
+        with torch.enable_grad():  # whether it has a backward too
+            q, k, v = (x.detach().expand(-1, q.shape[1], -1, -1).requires_grad_() for x in (q, k, v))
+            return query(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, diagonal, False))
+
+    return able
+
+
+KERNELS = {
+    "cpu": [FusedAttention("flash_attention_for_cpu", lambda _, k, v, __: k.shape[-1] == v.shape[-1])],
+    "cuda": [  # not run yet
+        FusedAttention("flash_attention", _on_cuda(torch.backends.cuda.can_use_flash_attention), 1),
+        FusedAttention("efficient_attention", _on_cuda(torch.backends.cuda.can_use_efficient_attention), 32),
+        FusedAttention("cudnn_attention", _on_cuda(torch.backends.cuda.can_use_cudnn_attention), 1),
+    ],
+}
+"""The kernels of each type of device, the first that can be used first."""
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> FusedAttention | None:
+    """The kernel for these operands; None: there is none.
+
+    `torch.nn.attention.sdpa_kernel` selects on CUDA, as for torch's own function.
+    """
+    kernels = KERNELS.get(q.device.type, [])
+    return next((kernel for kernel in kernels if kernel.takes(q, k, v, diagonal)), None)
 
 
 def _in_rows(x: Tensor) -> Tensor:

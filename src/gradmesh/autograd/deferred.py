@@ -233,7 +233,7 @@ class DeferredReductions:
             call.flags |= DEFERRED
         made = run()
         # The root's operand may be the only leaf; the other ranks learn that when calls are compared.
-        known = (call.number > 0 and not call.compared_later) or not op.rooted
+        known = (call.number > 0 and not call.logged) or not op.rooted
         call.deferral = self._enter(x, op, call.site) if known and call.deferred else self
         return made
 

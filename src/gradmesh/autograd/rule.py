@@ -361,7 +361,7 @@ class _Rule(torch.autograd.Function):
         ctx.op = op.op if isinstance(op, _FinishedCall) else op
         ctx.operand, ctx.result = x.shape, output[0].shape
         ctx.dtype, ctx.device = x.dtype, x.device
-        ctx.call.site = call_site()
+        ctx.call.site = ctx.call.site or call_site()  # the deferred check has looked already
         # One tensor in both cases: a checkpoint counts saved tensors, and may recompute outside of ordered().
         ctx.save_for_backward(token if ctx.call.ordered else output[1])
         ctx.set_materialize_grads(False)

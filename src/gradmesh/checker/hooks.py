@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import itertools
 import math
 import os
 import pickle
@@ -14,6 +15,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import convert_parameters
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
-from gradmesh._util.call_sites import user_frame
+from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.checker.observed import Samplers
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
@@ -40,6 +43,8 @@ from gradmesh.checker.trace import (
     Param,
     Plateau,
     Root,
+    Scaled,
+    Sent,
     Settings,
     Step,
     Tape,
@@ -214,11 +219,13 @@ def watched(
             hooked.__enter__()
 
     graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
+    torch.nn.Parameter.data = property(Tensor.data.__get__, watcher.assigns)  # type: ignore[assignment, attr-defined]
     try:
         with hooked, watcher.optimizers.watched(), watcher.samplers.watched(), recorder.handles.watched():
             yield
     finally:
         graph.disable_saved_tensors_hooks = disable
+        del torch.nn.Parameter.data
         function.apply = apply  # type: ignore[method-assign]
         torch.autograd.backward, torch.autograd.grad = backward, grad
         Tensor.register_hook, Tensor.register_post_accumulate_grad_hook = register, accumulate  # type: ignore[method-assign]
@@ -242,6 +249,11 @@ class _Watcher:
         self._nested = self._sends = 0
         self._begins: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._returned: dict[int, Tensor] = {}
+        """Gradients that the program asked for since the last step, by the identity of the parameter, and"""
+        self._asked: dict[int, Tensor] = {}
+        """those of that step."""
+        self._written: dict[int, tuple[int, Any]] = {}
+        """The parameters that a step of the program's own has not written to so far, by their addresses."""
         self.optimizers = Optimizers(recorder)
         self.samplers = Samplers(recorder.tape, recorder.site, second_epoch)
 
@@ -406,6 +418,8 @@ class _Watcher:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
             if not to.backward and not to.quiet:
+                self._ends()
+            if not to.backward and not to.quiet:
                 self._root(roots, given)
             if (
                 to.writing is not None
@@ -429,6 +443,8 @@ class _Watcher:
             builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
             wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
+            if not to.backward and not to.quiet:
+                self._ends()
             outer = not to.backward and not builds and leaves and not to.quiet
             if outer:
                 roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -531,15 +547,58 @@ class _Watcher:
         to.forget()
         self._counted(id(optimizer))
 
-    def writes_itself(self, with_gradients: bool) -> None:
-        """The program is about to step without an optimizer."""
+    def assigns(self, p: Any, value: Any) -> None:
+        """`p.data = value`, which no operator shows; also where torch makes parameters of a vector for the program."""
+        to, file = self._to, sys._getframe(1).f_code.co_filename
+        ours = is_of_the_program(file) or file == convert_parameters.__file__
+        sees = ours and type(value) is Tensor and not (to.quiet or to.stepping or to.backward)
+        if sees and address_of(value) != address_of(p):  # `p.data -= x` has been seen
+            to.writes(p, [value])
+        Tensor.data.__set__(p, value)  # type: ignore[attr-defined]
+        if p in to.modules.registered:
+            to.modules.at[address_of(p)] = weakref.ref(p)
+
+    def writes_itself(self, x: Tensor, of_gradient: bool | None) -> bool:
+        """The program is about to write to a tensor: whether that is its own step, the first write or a later one.
+
+        Args:
+            x: the tensor.
+            of_gradient: whether it becomes what its gradient alone makes of it; None where no gradient is new.
+        """
         to = self._to
-        self._take(to.leaves(), manual=True)
-        if self._step is not None:
-            self._step.by_gradients = with_gradients
-        to.forget()
-        # What is not along the gradient may be the way back of a displacement, which an optimizer's step follows.
-        self._counted(0, 1.0 if with_gradients else 0.5)
+        if of_gradient is not None:
+            held = to.leaves()
+            self._take(held, manual=True)
+            if self._step is not None:
+                self._step.by_gradients = of_gradient
+                with to.unseen():
+                    for param, p in zip(self._step.params, held, strict=True):
+                        param.copied = to.modules.is_copied(p)
+            self._written = {address_of(p): (at, p) for at, p in enumerate(held)}
+            self._written.pop(address_of(x), None)
+            to.forget()
+            # What is not along the gradient may be the way back of a displacement, which an optimizer's step follows.
+            self._counted(0, 1.0 if of_gradient else 0.5)
+            return True
+        at, p = self._written.pop(address_of(x), (-1, None))
+        if self._step is None or p is None:
+            return False
+        # Programs sum the gradient of each parameter just before they write to it.
+        with to.unseen():
+            names = {id(p): self._step.params[at].name}
+            self._step.params[at] = replace(
+                parameters_of([p], names, to.id_of, self._asked, to.change_of)[0], id=self._step.params[at].id
+            )
+        events = self._tape.events
+        begin = next(at for at in range(len(events) - 1, -1, -1) if events[at] is self._step)
+        of_step = [
+            isinstance(e, (Step, Scaled)) or (isinstance(e, Sent) and not e.followed) for e in events[begin:]
+        ]
+        own, others = (
+            list(itertools.compress(events[begin:], which)) for which in (of_step, [not x for x in of_step])
+        )
+        events[begin:] = [*own[1:], self._step, *others]
+        return True
 
     def _take(self, held: list[Any], *, manual: bool) -> None:
         to = self._to
@@ -568,11 +627,18 @@ class _Watcher:
         )
         self._step.taken, self._step.modes = taken, to.modules.modes()
         self._tape.events.append(self._step)
-        self._returned = {}
+        self._asked, self._returned, self._written = self._returned, {}, {}
 
     def _counted(self, optimizer: int, steps: float = 1.0) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0.0) + steps
         self._tape.steps = math.ceil(max(self._counts.values()))
+        if optimizer:  # a step of the program's own may be at its first parameter
+            self._ends()
+
+    def _ends(self) -> None:
+        """End the program if it has taken its steps."""
+        if not self._counts:
+            return
         if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
             self._to.quiet = True
             self._enough()

@@ -50,6 +50,7 @@ from gradmesh.checker.trace import (
     Sent,
     Tape,
     Verb,
+    Written,
     address_of,
     gradient_of,
     is_multiple,
@@ -588,10 +589,12 @@ class Recorder(Numbering, DispatchMode):
         self.handles, self.mixing = Handles(tape, self.site), Mixing(self.site)
         self.written_at: dict[int, int] = {}
         """The lines that wrote to memory that no gradient passes through, since the last step."""
-        self.written_by_hand: Callable[[bool], None] = lambda _: None
-        """Is called when the program is about to write to a parameter itself: with its gradient, or else."""
+        self.written_by_hand: Callable[[Tensor, bool | None], bool] = lambda *_: False
+        """Is called when the program is about to write to a tensor itself: `_Watcher.writes_itself`."""
         self._cut: Any = WeakTensors()
         """Made of what other ranks sent of tensors that autograd follows, where gradients are off."""
+        self._came: Any = WeakTensors()
+        """Made of what collectives brought, before any backward."""
         self._awaited: Any = WeakTensors()
         """Results that Gloo copies to their place when the program waits for them."""
         self._totals: list[tuple[Sent, weakref.ref[Tensor]]] = []
@@ -722,9 +725,13 @@ class Recorder(Numbering, DispatchMode):
             result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
         else:
             result = func(*args, **kwargs)
-        for x in tensors_in(result) if drawn or still else ():
+        given = tensors_in((args, kwargs)) if self._came and not self._trains() else ()
+        came = any(x in self._came for x in given)
+        for x in tensors_in(result) if drawn or still or came else ():
             if drawn:
                 self._random[x] = True
+            if came:
+                self._came[x] = True
             if still and id(x) not in self.modules.still:
                 self._still[x] = still
         return result
@@ -746,14 +753,33 @@ class Recorder(Numbering, DispatchMode):
                         self._unscaled(list(tensors_in(bound[name])), float(bound["inv_scale"]))
                     return
                 known = self._at(x, store)
-                if known is not None and known.leaf and self.roots:
-                    operands = [y for key, value in bound.items() if key != name for y in tensors_in(value)]
-                    self.written_by_hand(self._is_of_gradient(x, operands))
+                operands = [y for key, value in bound.items() if key != name for y in tensors_in(value)]
+                if self.writes(x, operands):
                     return
                 if known is not None and known.active and not known.leaf:
                     known.spoilt = True
                 if known is None and x.is_floating_point():
                     self.written_at[address_of(x)] = self.site()
+
+    def writes(self, x: Tensor, operands: Sequence[Tensor]) -> bool:
+        """The program is about to write to a tensor, maybe to a parameter: whether that is a step of its own."""
+        known = self._at(x, memory_of(x))
+        new = known is not None and known.leaf and bool(self.roots)
+        if self.written_by_hand(x, self._is_of_gradient(x, operands) if new else None):
+            return True
+        p = None if self._trains() else self.modules.at.get(address_of(x), lambda: None)()
+        if p is not None and p.shape == x.shape and p.numel():
+            came = any(y in self._came for y in operands)
+            with self.unseen():
+                name, value = self.modules.names().get(id(p), ""), p.detach().clone()
+            self.tape.written.append(
+                Written(self.modules.registered[p], name, value, self.site(), self.sends, came)
+            )
+        return False
+
+    def _trains(self) -> bool:
+        """Whether the program has run a backward."""
+        return bool(self.roots or self.tape.steps)
 
     def _is_of_gradient(self, x: Tensor, operands: Sequence[Tensor]) -> bool:
         """Whether what a parameter moves by, or becomes, comes from its gradient alone."""
@@ -843,8 +869,11 @@ class Recorder(Numbering, DispatchMode):
         if pending.event.followed:
             pending.event.outs = [self.target(x) for x in call.outs or ()]
         result = func(*args, **kwargs)
-        if self.roots and not pending.event.followed and not self.backward:
-            self.changes.arrives(tensors_in(result) if call.outs is None else call.outs)
+        if not pending.event.followed and not self.backward:
+            outs = list(tensors_in(result)) if call.outs is None else call.outs
+            if self.roots:
+                self.changes.arrives(outs)
+            self._came.update(dict.fromkeys(outs, True))
         self.tape.events.append(pending.event)
         if pending.event.followed:
             made = list(tensors_in(result)) if call.outs is None else call.outs

@@ -24,6 +24,7 @@ from gradmesh.checker.judging.values import (
     averages_values,
     brought_together,
     buffers_together,
+    copies_part,
     order_repeats,
     sends_nothing,
     shares_overlap,
@@ -132,8 +133,8 @@ def check_script(
             verdict.seconds["checked"] += longer.seconds
             seen = longer.tapes
             together, more = brought_together(seen)
-        at = averages_values(seen) if sends_nothing(found.tapes) else None
-        if together or (seen is not found.tapes and at is not None):
+        if together:
+            at = averages_values(seen) if sends_nothing(found.tapes) else None
             note = (
                 f"each rank steps along its own gradient, and {'later' if at is None else f'at {at}'} the ranks bring "
                 "together what they have: these are taken for local steps, whose gradients are not compared"
@@ -149,6 +150,18 @@ def check_script(
         kept = tuple(each for each in verdict.findings if each.rule.id != "GM203")
         verdict = replace(verdict, findings=kept, notes=(*verdict.notes, note))
     tapes = [tape for tape in found.tapes if tape is not None]
+    if not verdict.findings and all(tape.ended == "stopped" for tape in tapes) and _loads(target):
+        # A run may be resumed within the script, behind the steps that were checked.
+        longer = recorded(
+            target,
+            ranks=ranks,
+            steps=_LOCAL_STEPS,
+            timeout=timeout,
+            record=False,
+            most=_GRACE + 3 * found.seconds,
+        )
+        verdict.seconds["checked"] += longer.seconds
+        verdict = replace(verdict, findings=tuple(copies_part(longer.tapes)))
     if len(tapes) == ranks and any(
         each.shuffle and not each.is_set for tape in tapes for each in tape.epochs
     ):
@@ -166,6 +179,11 @@ def check_script(
         verdict = _on_more_ranks(verdict, target, steps, timeout)
         verdict.seconds["checked"] += time.perf_counter() - since
     return verdict
+
+
+def _loads(target: Target) -> bool:
+    """Whether a script loads what was saved, as far as its text says."""
+    return not target.module and "load_state_dict" in Path(target.path_or_module).read_text(errors="replace")
 
 
 def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float) -> Verdict:

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 
-from gradmesh._torch.operators import arguments, local_part, written
+from gradmesh._torch.operators import WeakTensors, arguments, local_part, written
 from gradmesh.checker.findings import Place
 from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.tracker import memory_of
@@ -363,6 +367,7 @@ class Param:
         share: the same, where it may be that of a mean over ranks.
         changed: what else was done to it.
         settings: of the optimizer; None where the program steps by itself.
+        copied: whether the program steps it by itself, and another parameter has the same value.
     """
 
     name: str
@@ -378,6 +383,7 @@ class Param:
     share: float = 1.0
     changed: Changed | None = None
     settings: Settings | None = None
+    copied: bool = False
 
 
 @dataclass(slots=True)
@@ -443,6 +449,27 @@ class Lost:
     site: int
 
 
+@dataclass(slots=True)
+class Written:
+    """The program is about to write to a parameter itself, and has run no backward so far.
+
+    Attributes:
+        number: of the parameter, as modules got them.
+        name: of it; "" as long as its module was not called.
+        value: before.
+        site: of the line.
+        calls: how many collectives there were before.
+        of_received: whether what it becomes is made of what came from other ranks.
+    """
+
+    number: int
+    name: str
+    value: Tensor
+    site: int
+    calls: int
+    of_received: bool
+
+
 Event = ProgramInput | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost | Over | Hooked
 
 
@@ -457,6 +484,7 @@ class Tape:
         comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
         plateaus: the schedulers that lower a learning rate where a value stops to fall.
         epochs: of the samplers, in order.
+        written: what the program writes to parameters before any backward.
         unwaited: results of asynchronous calls that were used too early.
         labels: what stands before the names of parameters, where several modules were called.
         places: the lines that `site` numbers.
@@ -474,6 +502,7 @@ class Tape:
     comm_hook: int = -1
     plateaus: list[Plateau] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
     unwaited: list[Unwaited] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
     places: list[Place] = field(default_factory=list)
@@ -935,17 +964,34 @@ class Modules:
         """What has stood before names."""
         self.still: set[int] = set()
         """The identities of parameters that take no gradient, and of buffers, of modules that were called."""
+        self.registered: Any = WeakTensors()
+        """Parameters with their numbers, as modules got them."""
+        self.at: dict[int, weakref.ref[Tensor]] = {}
+        """The same by their addresses."""
 
     def __enter__(self) -> Modules:
         self._hooks = [
             register_module_forward_pre_hook(self._enters),
             register_module_forward_hook(self._leaves, always_call=True),
+            register_module_parameter_registration_hook(self._registers),
         ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _registers(self, _: nn.Module, __: str, p: nn.Parameter | None) -> None:
+        if p is not None and p.requires_grad:
+            self.registered.setdefault(p, len(self.registered))
+            self.at[address_of(p)] = weakref.ref(p)
+
+    def is_copied(self, p: Tensor) -> bool:
+        """Whether another parameter, which a module has got, has the same value: a step of one may be a trial."""
+        others = (x for x in self.registered if x is not p and x.shape == p.shape and x.numel() > 1)
+        return any(
+            torch.equal(local_part(x), local_part(p)) and bool((x != x.flatten()[0]).any()) for x in others
+        )
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         if not self._stack and not any(root() is module for root in self._roots):
@@ -980,12 +1026,17 @@ class Modules:
         return [parameter for module in self.roots() for parameter in module.parameters()]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Floating-point buffers, by their names."""
+        """Floating-point buffers, by their names, without those that DistributedDataParallel sends at each forward."""
+        ddp = nn.parallel.DistributedDataParallel
+        parts = (part for module in self.roots() for part in module.modules())
+        sent = {
+            id(x) for p in parts if isinstance(p, ddp) and p.will_sync_module_buffers() for x in p.buffers()
+        }
         return {
             label + name: buffer
             for label, module in self._labelled()
             for name, buffer in module.named_buffers()
-            if buffer.is_floating_point() and type(buffer) is Tensor
+            if buffer.is_floating_point() and type(buffer) is Tensor and id(buffer) not in sent
         }
 
     def frozen(self) -> dict[str, Tensor]:

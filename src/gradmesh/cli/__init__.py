@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradmesh._util.environment import EXTRAS, missing, require
 from gradmesh.backends import shm
-from gradmesh.bench import bench
+from gradmesh.bench import bench as bench_command
 from gradmesh.checker.command import check_command
 from gradmesh.cli import installation
 from gradmesh.cli.explain import explain_command
@@ -48,179 +48,160 @@ def main() -> None:
 
 
 def commands() -> click.Group:
-    """Build the command line.
-
-    Raises:
-        MissingExtraError: the extra `cli` is not installed.
-    """
+    """Build the command line."""
     require("cli", "cli")
     import click
 
     option = functools.partial(click.Option, show_default=True)
-    group = click.Group("gradmesh", help=_HELP)
+    new_file = click.Path(dir_okay=False, writable=True, path_type=Path)
+    audit = click.Command(
+        "audit",
+        callback=_with_exit_status(audit_command),
+        short_help="Audit a custom collective for gradient bugs.",
+        help="Audit a custom collective: find gradient bugs and report which convention its backward implements. "
+        "Each target is a function that returns (fn, inputs), as for gradmesh.verify.audit: MODULE:FUNCTION or "
+        "FILE.py:FUNCTION. The exit status is 0 if there is no error or warning, 1 if there is, and 2 if a "
+        "function could not be audited.",
+        params=[
+            click.Argument(["targets"], nargs=-1, required=True, metavar="MODULE:FUNCTION..."),
+            option(["--arrow"], help='The intended types, such as "V -> R".'),
+            option(["--world-size"], type=click.IntRange(min=1), default=3, help="Number of local ranks."),
+            option(
+                ["--backend"],
+                default="threads",
+                help="threads: threads of one process; shm, gloo: processes.",
+            ),
+            option(
+                ["--timeout"],
+                type=click.FloatRange(min=0, min_open=True),
+                default=20.0,
+                help="Time limit of each test of a function, in seconds.",
+            ),
+            option(
+                ["--kind", "kinds"],
+                type=click.Choice(list(KINDS)),
+                multiple=True,
+                help="Look for this kind of bug only; may be repeated.",
+            ),
+            option(
+                ["--isolate"],
+                is_flag=True,
+                help="Run thread ranks in a separate process, so that a crash becomes a finding.",
+            ),
+            option(
+                ["--gloo/--no-gloo"],
+                default=True,
+                help="Also test strided tensors on gloo processes if the function calls torch.distributed.",
+            ),
+            option(["--json", "as_json"], is_flag=True, help="Print a line of JSON for each function."),
+        ],
+    )
+    check = click.Command(
+        "check",
+        callback=_with_exit_status(check_command),
+        short_help="Find gradient bugs of a distributed training script; it need not use gradmesh.",
+        help="Run a torch.distributed training script on local ranks, like torchrun, and compare each parameter's "
+        "gradient with the gradient of the sum of all ranks' losses: gradmesh check train.py -n 4 -- --lr 0.1, "
+        "or -m package.module, or -m pytest -- tests/test_x.py. The exit status is 0 if no error is found, 1 if "
+        "one is, and 2 if the script could not be run.",
+        params=[
+            click.Argument(
+                ["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [-- ARGUMENTS...]"
+            ),
+            option(["-m", "--module"], metavar="MODULE", help="Run a module, as python -m does."),
+            option(["-n", "--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."),
+            option(
+                ["--steps"],
+                type=click.IntRange(min=1),
+                default=2,
+                help="Stop the script after this many optimizer steps.",
+            ),
+            option(
+                ["--timeout"],
+                type=click.FloatRange(min=0, min_open=True),
+                default=60.0,
+                help="Report ranks as stuck after this many idle seconds.",
+            ),
+            option(["--json", "as_json"], is_flag=True, help="Print a line of JSON."),
+            option(
+                ["--sarif", "sarif_path"],
+                type=new_file,
+                help="Write the findings to this file as SARIF 2.1.0, for code hosts.",
+            ),
+            option(
+                ["--baseline"],
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="Hide the findings that are in this file.",
+            ),
+            option(
+                ["--write-baseline"],
+                type=new_file,
+                help="Write the findings to this file, and exit with status 0.",
+            ),
+            option(
+                ["--picture"],
+                type=new_file,
+                help="Write a picture of the first step's source lines, with the types of their results, as PNG.",
+            ),
+        ],
+    )
+    bench = click.Command(
+        "bench",
+        callback=_reporting_errors(bench_command),
+        short_help="Time gradmesh's collectives and those of torch.distributed on this machine.",
+        help="Time gradmesh's collectives on local ranks, forward and forward with backward, at several sizes, "
+        "and compare with torch.distributed's on the same backend if available. Shows medians, interquartile "
+        "ranges and gradmesh's overhead. Takes some minutes. Progress goes to stderr.",
+        params=[
+            option(
+                ["--backend"],
+                type=click.Choice(["shm", "gloo", "threads", "nccl"]),
+                default=shm.default(),
+                callback=_available,
+                help="shm, gloo: processes; nccl: processes with one GPU each; threads: threads of one process.",
+            ),
+            option(["--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."),
+            option(["--quick"], is_flag=True, help="Fewer sizes and rounds; less than a minute."),
+            option(
+                ["--json", "json_path"],
+                type=new_file,
+                help="Write every round's times to this file, as JSON.",
+            ),
+        ],
+    )
+    explain = click.Command(
+        "explain",
+        callback=_reporting_errors(explain_command),
+        short_help="Show the help page of an error or of a rule of gradmesh check.",
+        help="Show the help page of an error (AxisError) or of a rule of gradmesh check (GM101 or missing-sum): "
+        "programs that cause it, and what to do. Without a name, list all pages.",
+        params=[click.Argument(["names"], nargs=-1, metavar="[NAME...]")],
+    )
+    info = click.Command(
+        "info",
+        callback=_reporting_errors(info_command),
+        short_help="Show versions, available backends, installed extras and environment variables.",
+        help="Show versions, available backends, installed extras, and gradmesh's environment variables.",
+        params=[option(["--table"], is_flag=True, help="Print the table of the collectives, as Markdown.")],
+    )
+    moved = [
+        click.Command(
+            name,
+            callback=_reporting_errors(functools.partial(_moved, name)),
+            hidden=True,
+            add_help_option=False,
+            context_settings={"ignore_unknown_options": True},
+            params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+        )
+        for name in _MOVED
+    ]
+    demo = _demos().demo_group(_reporting_errors)
+    group = click.Group("gradmesh", help=_HELP, commands=[audit, check, demo, bench, explain, info, *moved])
     click.version_option(installation.version(), prog_name="gradmesh")(group)
-    group.add_command(
-        click.Command(
-            "audit",
-            callback=_with_exit_status(audit_command),
-            short_help="Audit a custom collective for gradient bugs.",
-            help="Audit a custom collective: find gradient bugs and report which convention its backward implements. "
-            "Each target is a function that returns (fn, inputs), as for gradmesh.verify.audit: MODULE:FUNCTION or "
-            "FILE.py:FUNCTION. The exit status is 0 if there is no error or warning, 1 if there is, and 2 if a "
-            "function could not be audited.",
-            params=[
-                click.Argument(["targets"], nargs=-1, required=True, metavar="MODULE:FUNCTION..."),
-                option(["--arrow"], help='The intended types, such as "V -> R".'),
-                option(
-                    ["--world-size"], type=click.IntRange(min=1), default=3, help="Number of local ranks."
-                ),
-                option(
-                    ["--backend"],
-                    default="threads",
-                    help="threads: threads of one process; shm, gloo: processes.",
-                ),
-                option(
-                    ["--timeout"],
-                    type=click.FloatRange(min=0, min_open=True),
-                    default=20.0,
-                    help="Time limit of each test of a function, in seconds.",
-                ),
-                option(
-                    ["--kind", "kinds"],
-                    type=click.Choice(list(KINDS)),
-                    multiple=True,
-                    help="Look for this kind of bug only; may be repeated.",
-                ),
-                option(
-                    ["--isolate"],
-                    is_flag=True,
-                    help="Run thread ranks in a separate process, so that a crash becomes a finding.",
-                ),
-                option(
-                    ["--gloo/--no-gloo"],
-                    default=True,
-                    help="Also test strided tensors on gloo processes if the function calls torch.distributed.",
-                ),
-                option(["--json", "as_json"], is_flag=True, help="Print a line of JSON for each function."),
-            ],
-        )
-    )
-    group.add_command(
-        click.Command(
-            "check",
-            callback=_with_exit_status(check_command),
-            short_help="Find gradient bugs of a distributed training script; it need not use gradmesh.",
-            help="Run a torch.distributed training script on local ranks, like torchrun, and compare each parameter's "
-            "gradient with the gradient of the sum of all ranks' losses: gradmesh check train.py -n 4 -- --lr 0.1, "
-            "or -m package.module, or -m pytest -- tests/test_x.py. The exit status is 0 if no error is found, 1 if "
-            "one is, and 2 if the script could not be run.",
-            params=[
-                click.Argument(
-                    ["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [-- ARGUMENTS...]"
-                ),
-                option(["-m", "--module"], metavar="MODULE", help="Run a module, as python -m does."),
-                option(
-                    ["-n", "--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."
-                ),
-                option(
-                    ["--steps"],
-                    type=click.IntRange(min=1),
-                    default=2,
-                    help="Stop the script after this many optimizer steps.",
-                ),
-                option(
-                    ["--timeout"],
-                    type=click.FloatRange(min=0, min_open=True),
-                    default=60.0,
-                    help="Report ranks as stuck after this many idle seconds.",
-                ),
-                option(["--json", "as_json"], is_flag=True, help="Print a line of JSON."),
-                option(
-                    ["--sarif", "sarif_path"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Write the findings to this file as SARIF 2.1.0, for code hosts.",
-                ),
-                option(
-                    ["--baseline"],
-                    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                    help="Hide the findings that are in this file.",
-                ),
-                option(
-                    ["--write-baseline"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Write the findings to this file, and exit with status 0.",
-                ),
-                option(
-                    ["--picture"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Write a picture of the first step's source lines, with the types of their results, as PNG.",
-                ),
-            ],
-        )
-    )
-    group.add_command(_demos().demo_group(_reporting_errors))
-    group.add_command(
-        click.Command(
-            "bench",
-            callback=_reporting_errors(bench),
-            short_help="Time gradmesh's collectives and those of torch.distributed on this machine.",
-            help="Time gradmesh's collectives on local ranks, forward and forward with backward, at several sizes, "
-            "and compare with torch.distributed's on the same backend if available. Shows medians, interquartile "
-            "ranges and gradmesh's overhead. Takes some minutes. Progress goes to stderr.",
-            params=[
-                option(
-                    ["--backend"],
-                    type=click.Choice(["shm", "gloo", "threads", "nccl"]),
-                    default=shm.default(),
-                    callback=_available,
-                    help="shm, gloo: processes; nccl: processes with one GPU each; threads: threads of one process.",
-                ),
-                option(["--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."),
-                option(["--quick"], is_flag=True, help="Fewer sizes and rounds; less than a minute."),
-                option(
-                    ["--json", "json_path"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Write every round's times to this file, as JSON.",
-                ),
-            ],
-        )
-    )
-    group.add_command(
-        click.Command(
-            "explain",
-            callback=_reporting_errors(explain_command),
-            short_help="Show the help page of an error or of a rule of gradmesh check.",
-            help="Show the help page of an error (AxisError) or of a rule of gradmesh check (GM101 or missing-sum): "
-            "programs that cause it, and what to do. Without a name, list all pages.",
-            params=[click.Argument(["names"], nargs=-1, metavar="[NAME...]")],
-        )
-    )
-    group.add_command(
-        click.Command(
-            "info",
-            callback=_reporting_errors(info),
-            short_help="Show versions, available backends, installed extras and environment variables.",
-            help="Show versions, available backends, installed extras, and gradmesh's environment variables.",
-            params=[
-                option(["--table"], is_flag=True, help="Print the table of the collectives, as Markdown.")
-            ],
-        )
-    )
-    for name in _MOVED:
-        group.add_command(
-            click.Command(
-                name,
-                callback=_reporting_errors(functools.partial(_moved, name)),
-                hidden=True,
-                add_help_option=False,
-                context_settings={"ignore_unknown_options": True},
-                params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
-            )
-        )
     return group
 
 
-def info(table: bool) -> None:
+def info_command(table: bool) -> None:
     """Print versions, backends, extras and variables, or the table of the collectives."""
     if table:
         print(ops_table())

@@ -32,15 +32,7 @@ def titles() -> dict[str, str]:
 
 
 def page(name: str) -> str:
-    """The page of an error or a rule, as Markdown.
-
-    Args:
-        name: an error as `GradmeshError` or `gradmesh.GradmeshError`, a rule as `GM101` or `missing-sum`;
-            case-insensitive.
-
-    Raises:
-        ArgumentError: unknown error or rule, or the pages are not installed.
-    """
+    """The page of an error or a rule, as Markdown."""
     known = titles()
     spelled = {each.lower(): each for each in known} | {rule.name: rule.id for rule in RULES.values()}
     asked = name.lower().rpartition(".")[2]
@@ -74,14 +66,7 @@ def page(name: str) -> str:
 
 
 def explain_command(names: Sequence[str]) -> None:
-    """Print help pages; without names, list all pages.
-
-    Args:
-        names: as for `page`.
-
-    Raises:
-        ArgumentError: a name has no page.
-    """
+    """Print help pages; without names, list all pages."""
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.table import Table

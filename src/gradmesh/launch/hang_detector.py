@@ -25,8 +25,6 @@ import torch
 
 from gradmesh._util.call_sites import ORIGINS, Place, main_stack, stack_text, stacks
 
-__all__ = ["MainThread", "Probe", "has_other_work", "is_waiting_in"]
-
 _EVERY = 0.5
 """Seconds between two queries."""
 _SELDOM = 1.0
@@ -78,11 +76,7 @@ class MainThread:
 
 
 class Probe:
-    """The launcher's queries to ranks that have not returned, and their last answers.
-
-    Args:
-        ask: sends a query to a rank.
-    """
+    """The launcher's queries to ranks that have not returned, and their last answers."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         self._ask = ask
@@ -95,12 +89,7 @@ class Probe:
         self._answers[rank] = pickle.loads(payload)
 
     def waiting(self, missing: Iterable[int], returned: int) -> dict[int, str]:
-        """The stack of each rank that has not returned, if all of them wait, else {}; sends queries periodically.
-
-        Args:
-            missing: the ranks that have not returned.
-            returned: the number of ranks that have returned.
-        """
+        """The stack of each rank that has not returned, if all of them wait, else {}; sends queries periodically."""
         missing, now = list(missing), time.monotonic()
         if returned + len(missing) == 1:
             return {}  # a single rank has no peers to wait for

@@ -17,8 +17,6 @@ from gradmesh.backends.process_group import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
 from gradmesh.runtime.mesh import TIMEOUT
 
-__all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
-
 FAILURE_GRACE = 0.5
 """Seconds that the other ranks have to report their failures after the first one."""
 START_LIMIT = 300.0
@@ -52,30 +50,19 @@ def group_timeout(timeout: float | None) -> datetime.timedelta:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a rank did not return: it raised an exception, or it died.
+    """Why a rank did not return: it raised an exception, or it died."""
 
-    Attributes:
-        rank: the rank that failed.
-        kind: the name of the exception's class, or how the rank died.
-        text: the exception's message, or how the rank died.
-        expected: what was expected, if known.
-        remedy: what to do, if known.
-        traceback: the rank's traceback as text; empty if it died.
-        frames: its frames without the message, for a gradmesh error without a cause; else empty.
-        cause: the exception; None if the rank died or the exception cannot be pickled.
-        secondary: whether it only reports that another rank failed.
-        when: the time of the failure, by `time.monotonic`, which all processes of a host share.
-    """
-
-    rank: int
-    kind: str
-    text: str
-    expected: str | None = None
-    remedy: str | None = None
-    traceback: str = ""
-    frames: str = ""
+    rank: int  # the rank that failed
+    kind: str  # the name of the exception's class, or how the rank died
+    text: str  # the exception's message, or how the rank died
+    expected: str | None = None  # what was expected, if known
+    remedy: str | None = None  # what to do, if known
+    traceback: str = ""  # the rank's traceback as text; empty if it died
+    frames: str = ""  # its frames without the message, for a gradmesh error without a cause; else empty
+    # the exception; None if the rank died or the exception cannot be pickled
     cause: BaseException | None = None
-    secondary: bool = False
+    secondary: bool = False  # whether it only reports that another rank failed
+    # the time of the failure, by `time.monotonic`, which all processes of a host share
     when: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
@@ -118,21 +105,16 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a run: results, failures, and the stacks of late ranks.
+    """The outcome of a run: results, failures, and the stacks of late ranks."""
 
-    Attributes:
-        size: the number of ranks.
-        results: the result of each rank that returned.
-        failures: the failures of the others, in the order of their reports.
-        unfinished: the stack, as text, of each late rank that reported it.
-        timeout: seconds that the ranks had to return, or None.
-    """
-
-    size: int
+    size: int  # the number of ranks
+    # the result of each rank that returned
     results: dict[int, object] = dataclasses.field(default_factory=dict)
+    # the failures of the others, in the order of their reports
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    # the stack, as text, of each late rank that reported it
     unfinished: dict[int, str] = dataclasses.field(default_factory=dict)
-    timeout: float | None = None
+    timeout: float | None = None  # seconds that the ranks had to return, or None
 
     @property
     def missing(self) -> list[int]:
@@ -141,11 +123,7 @@ class Outcome:
         return [rank for rank in range(self.size) if rank not in self.results and rank not in failed]
 
     def values(self) -> list[object]:
-        """Return every rank's result, in rank order.
-
-        Raises:
-            RankError: a rank failed or timed out.
-        """
+        """Return every rank's result, in rank order."""
         if self.failures:
             raise self._failed() from min(self.failures, key=_order).cause
         if self.missing:
@@ -191,11 +169,7 @@ class Outcome:
         )
 
     def record_deadlock(self, waiting: dict[int, str]) -> None:
-        """Record a deadlock: the remaining ranks wait for one that has returned, or for each other.
-
-        Args:
-            waiting: the stack, as text, of each waiting rank.
-        """
+        """Record a deadlock: the remaining ranks wait for one that has returned, or for each other."""
         s = "s" * (len(waiting) == 1)
         gone = f"{_ranks(list(self.results))} returned, and " if self.results else ""
         text = message(

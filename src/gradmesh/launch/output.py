@@ -82,11 +82,7 @@ class LineSplitter:
 
 
 class Screen:
-    """An output stream of this process that shows lines of ranks.
-
-    Args:
-        stream: returns the stream; called at each write, so that a replaced stream is used.
-    """
+    """An output stream of this process that shows lines of ranks; looked up at each write, as it may be replaced."""
 
     def __init__(self, stream: Callable[[], TextIO | None]) -> None:
         self._stream = stream
@@ -145,12 +141,7 @@ class _Pipe:
 
 
 class OutputPipes:
-    """The standard output and standard error of the ranks of one world.
-
-    Args:
-        size: the number of ranks.
-        prefix: as for `gradmesh.launch`.
-    """
+    """The standard output and standard error of the ranks of one world."""
 
     def __init__(self, size: int, prefix: bool | None) -> None:
         self._prefixes = prefixes(size, prefix)

@@ -36,14 +36,11 @@ _BY_KEY = {"globals", "vars", "__globals__", "f_globals"}
 
 @dataclasses.dataclass
 class Origin:
-    """The origin of functions that were sent by value.
+    """The origin of functions that were sent by value."""
 
-    Attributes:
-        lines: source lines by file name, for files that are not on disk.
-        names: the global names of their modules in the sending process, by module name.
-    """
-
+    # source lines by file name, for files that are not on disk
     lines: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    # the global names of their modules in the sending process, by module name
     names: dict[str | None, Set[str]] = dataclasses.field(default_factory=dict)
 
     def add(self, fn: types.FunctionType) -> None:
@@ -89,17 +86,7 @@ def _is_module(name: str | None, namespace: Mapping[str, object]) -> bool:
 def dumps_by_value(
     obj: object, importable: Callable[[str | None], bool], reason: str
 ) -> tuple[bytes, Origin]:
-    """Pickle with cloudpickle; objects from modules that the other process cannot import are pickled by value.
-
-    Args:
-        obj: the object.
-        importable: whether the other process can import a module of that name.
-        reason: why it cannot be pickled by name, for the error.
-
-    Raises:
-        MissingExtraError: cloudpickle is not installed.
-        ArgumentError: the object cannot be pickled.
-    """
+    """Pickle with cloudpickle; objects from modules that the other process cannot import are pickled by value."""
     try:
         import cloudpickle
     except ImportError:
@@ -211,12 +198,7 @@ class _ByName(pickle.Pickler):
 
 
 class _OfScript(_ByName):
-    """A pickler that takes functions and classes of the main script by name, for a process that imports the script.
-
-    Args:
-        buffer: what to write to.
-        script: the path of the script.
-    """
+    """A pickler that takes functions and classes of the main script by name, for a process that imports the script."""
 
     def __init__(self, buffer: io.BytesIO, script: str) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
@@ -260,10 +242,6 @@ def dumps(obj: object) -> Pickled:
 
     Functions and classes are pickled by name if possible; those of modules that the other process cannot import are
     pickled by value with cloudpickle.
-
-    Raises:
-        MissingExtraError: it must be pickled by value, and cloudpickle is not installed.
-        ArgumentError: it cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
@@ -289,9 +267,6 @@ def dumps_result(obj: object) -> bytes:
     """Pickle a rank's result or failure for the launching process.
 
     Objects of a class that was sent by value cannot be pickled by name and are returned by value with cloudpickle.
-
-    Raises:
-        Exception: the error of plain pickling, if neither way works.
     """
     try:
         return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)

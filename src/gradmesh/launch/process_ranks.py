@@ -55,12 +55,7 @@ def free_port() -> int:
 
 
 class PrivateStore:
-    """The launcher's end of the store.
-
-    Attributes:
-        path: the argument of `join` on a rank.
-        descriptors: the file descriptors that a rank must inherit.
-    """
+    """The launcher's end of the store."""
 
     def __init__(self) -> None:
         self.descriptors: tuple[int, ...] = ()
@@ -107,14 +102,7 @@ _EXIT_POLL = 0.02
 
 
 class ProcessRanks:
-    """The processes of one world, which rendezvous through a private store.
-
-    Args:
-        size: the number of ranks.
-        backend: the torch.distributed backend of the default process group.
-        timeout: as for `gradmesh.launch`.
-        prefix: as for `gradmesh.launch`.
-    """
+    """The processes of one world, which rendezvous through a private store."""
 
     def __init__(self, size: int, backend: str, timeout: float | None, prefix: bool | None) -> None:
         self.size = size
@@ -310,16 +298,11 @@ _LIBC = ctypes.CDLL(None)
 
 
 class _Parent:
-    """The connection to the parent; a thread answers queries and queues calls.
-
-    Attributes:
-        calls: pickled calls; None marks the end.
-        origin: the origin of functions in the last call that were sent by value.
-    """
+    """The connection to the parent; a thread answers queries and queues calls."""
 
     def __init__(self, fd: int) -> None:
         self.connection = Connection(fd)
-        self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None marks the end
         self.origin: Origin | None = None
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name="gradmesh parent", daemon=True).start()

@@ -28,8 +28,6 @@ from gradmesh.launch.output import (
 )
 from gradmesh.runtime.state import RankState, run_to_end
 
-__all__ = ["ThreadRanks"]
-
 _END_GRACE = 2.0
 """Seconds that a thread has to stop before it is abandoned as a daemon."""
 
@@ -39,13 +37,7 @@ class _End(SystemExit):
 
 
 class ThreadRanks:
-    """The threads of one world, which keep their process groups between runs.
-
-    Args:
-        size: the number of ranks.
-        timeout: as for `gradmesh.launch`.
-        prefix: as for `gradmesh.launch`.
-    """
+    """The threads of one world, which keep their process groups between runs."""
 
     def __init__(self, size: int, timeout: float | None, prefix: bool | None) -> None:
         threads.register()

@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import (
-    flash_backward,
-    flash_forward,
-    flash_takes,
+    fused_attention,
     is_fake,
     is_legacy_batched,
     tracing,
@@ -302,13 +300,8 @@ class BlockwiseGradients:
     def _of(self, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, out, grad, lse = (_cut(x, tile, tile.rows) for x in (self._q, self._out, self._grad, self._lse))
         diagonal, scale = tile.diagonal, self._scale
-        heads = q.shape[1]
-        if self._grad_lse is None and flash_takes(q, k, v):
-            keys, values = (x.expand(-1, heads, -1, -1) for x in (k, v))
-            dq, dk, dv = flash_backward(grad, q, keys, values, out, lse, diagonal, scale)
-            if k.shape[1] != heads:
-                dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
-            return dq, dk, dv
+        if self._grad_lse is None and (kernel := fused_attention(q, k, v, diagonal)):
+            return kernel.backward(grad, q, k, v, out, lse, diagonal=diagonal, scale=scale)
         wide = accumulator(q.dtype)
         less = (grad.to(wide) * out).sum(-1)
         if self._grad_lse is not None:
@@ -335,17 +328,15 @@ def _added(whole: Tensor | None, part: Tensor, like: Tensor, tile: Tile, span: t
     """Add a tile's gradient to the sum; a first one that covers everything becomes the sum without a copy."""
     if whole is None and part.shape == like.shape:
         return part.to(accumulator(like.dtype))
-    if whole is None:
-        whole = _zeros(like)
+    whole = _zeros(like) if whole is None else whole
     _cut(whole, tile, span).add_(part)
     return whole
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to a block in which each row sees at least one key, and the logsumexp."""
-    if flash_takes(q, k, v):
-        heads = q.shape[1]
-        return flash_forward(q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), diagonal, scale)
+    if kernel := fused_attention(q, k, v, diagonal):
+        return kernel.forward(q, k, v, diagonal, scale)
     wide = accumulator(q.dtype)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide)
     lse = q.new_empty(q.shape[:-1], dtype=wide)
@@ -460,19 +451,14 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: CallRecord) -> tu
 
 def backward(
     ring: Ring,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    saved: Sequence[Tensor],
     grad: Tensor,
     grad_lse: Tensor | None,
     call: CallRecord,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the local q, k and v. A block's gradients follow it around the ring, back to its rank.
+    """The gradients of the local q, k and v, from these, the output and its logsumexp (`saved`).
 
-    Args:
-        ring: the call.
-        saved: q, k, v, the output and its logsumexp.
-        grad: the gradient of the output.
-        grad_lse: the gradient of the logsumexp, or None.
-        call: the record of the backward call.
+    A block's gradients follow it around the ring, back to its rank.
     """
     q, k, v, out, lse = saved
     gradients = BlockwiseGradients(q, out, lse, grad, grad_lse, ring.scale)
@@ -519,20 +505,12 @@ def composed_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, run: Run) ->
 
 def composed_gradients(
     ring: Ring,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    saved: Sequence[Tensor],
     grad: Tensor,
     grad_lse: Tensor | None,
     run: Run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients with respect to the local q, k and v.
-
-    Args:
-        ring: the call.
-        saved: q, k, v, the output and its logsumexp.
-        grad: the gradient of the output.
-        grad_lse: the gradient of the logsumexp, or None.
-        run: sends a block to the next rank.
-    """
+    """`backward` by differentiable operators; `run` sends a block to the next rank."""
     q, k, v, out, lse = saved
     dtype = accumulator(q.dtype)
     rows, dout = q.to(dtype), grad.to(dtype)
@@ -587,7 +565,7 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if not requires and not call.others_need_backward:
                 return out, DETACHED_TOKEN
             token = DETACHED_TOKEN if requires else grad_token()
-        y, _, token = _Node.apply(_Result(ring, call, out, lse), q, k, v, token)  # type: ignore[no-untyped-call]
+        y, _, token = _Node.apply((ring, call, out, lse), q, k, v, token)  # type: ignore[no-untyped-call]
         return y, token
 
     if ring.axis.size == 1:
@@ -596,61 +574,40 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y
 
 
-@dataclass(slots=True)
-class _Result:
-    """A forward result: whether it needs a node is only known after the exchange."""
-
-    ring: Ring
-    call: CallRecord
-    out: Tensor
-    lse: Tensor
-
-
 class _Node(torch.autograd.Function):
-    """Returns the output, the logsumexp (which double backward needs) and an ordering token."""
+    """Returns the output, the logsumexp (which double backward needs) and an ordering token.
+
+    It takes them in a tuple: whether a result needs a node is only known after the exchange.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, result: _Result, q: Tensor, k: Tensor, v: Tensor, token: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.ring, ctx.call, following = result.ring, result.call, torch.zeros_like(token)
-        ctx.save_for_backward(token if result.call.ordered else following, q, k, v, result.out, result.lse)
+    def forward(ctx: Any, result: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.call, out, lse = result
+        following = torch.zeros_like(token)
+        ctx.save_for_backward(token if ctx.call.ordered else following, q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        return result.out, result.lse, following
+        return out, lse, following
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, following: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         token, *saved = ctx.saved_tensors  # read once: activation checkpointing allows one read
-        with exact(saved[0].device):
-            return _gradients(ctx, token, tuple(saved), grad, grad_lse, following)
-
-
-def _gradients(
-    ctx: Any,
-    token: Tensor,
-    saved: Any,
-    grad: Tensor | None,
-    grad_lse: Tensor | None,
-    following: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    ring: Ring = ctx.ring
-    nothing = grad is None and grad_lse is None
-    if grad is None:
-        grad = torch.zeros_like(saved[3])
-    if following is None and ctx.call.ordered:
-        following = token.clone()
-    call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD * nothing)
-    if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
-        calls = _OrderedCalls(call, following if ctx.call.ordered else token)
-        grads = composed_gradients(ring, saved, grad, grad_lse, calls.run)
-        return None, *grads, calls.token if ctx.call.ordered else None
-    grads = backward(ring, saved, grad, grad_lse, call)
-    # If no rank has a gradient, return None: zeros times an infinite derivative would be NaN.
-    if nothing and not ctx.call.ordered and (ring.axis.size == 1 or call.all_zero):
-        return None, None, None, None, None
-    return None, *grads, following
+        ring, origin, nothing = ctx.ring, ctx.call, grad is None and grad_lse is None
+        grad = torch.zeros_like(saved[3]) if grad is None else grad
+        if following is None and origin.ordered:
+            following = token.clone()
+        call = CallRecord(BACKWARD, origin, ZERO_GRAD * nothing)
+        with exact(grad.device):
+            if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
+                calls = _OrderedCalls(call, following if origin.ordered else token)
+                grads = composed_gradients(ring, saved, grad, grad_lse, calls.run)
+                return None, *grads, calls.token if origin.ordered else None
+            grads = backward(ring, saved, grad, grad_lse, call)
+        # If no rank has a gradient, return None: zeros times an infinite derivative would be NaN.
+        if nothing and not origin.ordered and (ring.axis.size == 1 or call.all_zero):
+            return None, None, None, None, None
+        return None, *grads, following
 
 
 class _OrderedCalls:
@@ -706,7 +663,6 @@ class AttentionInputs:
         k: Tensor,
         v: Tensor,
         axis: AxisLike,
-        *,
         causal: bool,
         order: str,
         sizes: SizesLike,
@@ -921,18 +877,7 @@ def ring_attention(
         [True, True]
     """
     given = AttentionInputs.of(
-        "nn.ring_attention",
-        q,
-        k,
-        v,
-        axis,
-        causal=causal,
-        order=order,
-        sizes=sizes,
-        lengths=lengths,
-        scale=scale,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
+        "nn.ring_attention", q, k, v, axis, causal, order, sizes, lengths, scale, attn_mask, dropout_p
     )
     return blockwise(given, q, k, v)
 
@@ -1025,19 +970,7 @@ def ulysses_attention(
         [True, True]
     """
     given = AttentionInputs.of(
-        _VERB,
-        q,
-        k,
-        v,
-        axis,
-        causal=causal,
-        order=order,
-        sizes=sizes,
-        lengths=lengths,
-        scale=scale,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        query_sizes=query_sizes,
+        _VERB, q, k, v, axis, causal, order, sizes, lengths, scale, attn_mask, dropout_p, query_sizes
     )
     if attention is not None and (lengths is not None or not callable(attention)):
         Call(_VERB, q, given.axis).fail(

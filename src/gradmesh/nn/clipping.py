@@ -31,7 +31,7 @@ from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.nn.inputs import HALVES
 from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
-from gradmesh.transport.run import withdraw
+from gradmesh.transport.run import constants, withdraw
 from gradmesh.verbs.collectives import all_gather
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -177,8 +177,7 @@ def clip_grad_norm_(
 
     Call it on all ranks of `axis`, after the last backward and before the optimizer's step. It sends one message of
     four numbers, independent of the number of parameters and axes (for norm_type=0, two numbers per parameter).
-    On a device the host does not wait for it, except with norm_type=0 (once per parameter and twice for all) and with
-    error_if_nonfinite (once).
+    On a device the host does not wait for it, except with error_if_nonfinite (once).
 
     Args:
         parameters: the parameters, or the module. Pass a `FullyShardedDataParallel` as the module, not its parameters.
@@ -460,10 +459,9 @@ def _norm(
         if not single:
             rows = all_gather(rows, here, sizes="auto")
         # Shards of one parameter share a key, and count once if any has a nonzero element.
-        counted = dict[float, float]()
-        for key, share in rows.tolist():
-            counted[key] = max(counted.get(key, 0.0), share)
-        total = zero + sum(counted.values())
+        keys, order = rows[:, 0].sort()
+        place = keys.diff(prepend=keys[:1]).ne(0).cumsum(0)
+        total = torch.zeros_like(keys).scatter_reduce(0, place, rows[order, 1], "amax").sum()
     else:
         shared = defaultdict[int, list[Tensor]](list)
         for each in held:
@@ -533,14 +531,15 @@ def _local_norm(values: list[Tensor], p: float, foreach: bool | None) -> Tensor:
 def _flags(held: list[_Part], here: Axis | None, like: Tensor) -> Tensor:
     """For each parameter, a key that its shards share, and its weight if it has a nonzero element, else 0."""
     rank, size = (0, 1) if here is None else (here.rank, here.size)
-    seen, rows = Counter[frozenset[Group]](), []
+    seen, rows, counts = Counter[frozenset[Group]](), [], [like]
     for each in held:
         seen[each.over] += 1
         text = repr((sorted(each.over), seen[each.over], rank if each.alone or not each.over else None))
         key = int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "big")
-        some = each.values is not None and bool(each.values.count_nonzero())
-        rows.append([float(key), some * each.ranks / size])
-    return like.new_tensor(rows).view(-1, 2)
+        rows.append([float(key), each.ranks / size])
+        counts.append(like if each.values is None else each.values.count_nonzero().to(like))
+    keys, weights = constants(rows, like.device, like.dtype).view(-1, 2).unbind(1)
+    return torch.stack((keys, weights * torch.stack(counts)[1:].ne(0)), 1)
 
 
 def _compare(op: str, here: Axis, rows: Tensor, total: Tensor) -> None:

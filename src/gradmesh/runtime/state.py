@@ -231,6 +231,7 @@ class RankState:
         instruments: what watches the rank's calls, innermost first.
         suspects: what the level "full" found, to be reported when a gradient is used.
         deferred_check: the comparison of calls after they were made; None: no call was deferred.
+        launched: how many functions of a launch it has begun.
         reorderable: whether compilers may reorder the collectives of functions that are compiled now.
         posted: pending point-to-point sends, each with the tensor that it is sent from.
         waits_at_exit: whether the process waits for them at exit.
@@ -244,6 +245,7 @@ class RankState:
     check: int | None = None
     suspects: Suspects | None = None
     deferred_check: DeferredCheck | None = None
+    launched: int = 0
     reorderable: bool = False
     instruments: tuple[Instrument, ...] = ()
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
@@ -291,6 +293,7 @@ def run_to_end(run: Callable[[], T]) -> T:
     """
     state = rank_state()
     started = state.started
+    state.launched += 1
     try:
         result = run()
         started.check(at_the_end=True)

@@ -109,6 +109,8 @@ _FIRST, _MORE = BitField(14, 10), BitField(24, 10)
 """Elsewhere the calls in the forward of a Function: 1 + the first sequence number, 0 if unknown; how many follow."""
 
 _KEPT = 1 << 14
+_LOGGED = 1 << 22
+"""Numbers in a log are sent modulo this."""
 
 
 @dataclass(slots=True)
@@ -279,7 +281,7 @@ class CallRecord:
         site: its call site.
         peer_flags: the flags of every rank, if they differ.
         traced: in a traced program, its sequence number as a tensor that exists when the program runs.
-        compared_later: whether the other ranks' flags are unknown, because the comparison is deferred.
+        logged: its number in the log of the deferred check; 0: it is compared before it is made.
         deferral: defers the gradient reduction instead of sending in backward.
     """
 
@@ -293,7 +295,7 @@ class CallRecord:
     site: Site = None
     peer_flags: Sequence[int] | None = None
     traced: Tensor | None = None
-    compared_later: bool = False
+    logged: int = 0
     deferral: DefersReduction | None = None
 
     @property
@@ -315,7 +317,7 @@ class CallRecord:
     def all_zero(self) -> bool:
         """Whether no rank had a gradient, as far as that was compared."""
         flags = [self.flags] if self.peer_flags is None else self.peer_flags
-        return self.number > 0 and not self.compared_later and all(f & ZERO_GRAD for f in flags)
+        return self.number > 0 and not self.logged and all(f & ZERO_GRAD for f in flags)
 
     def sibling(self) -> CallRecord:
         """A record for another call with the same role and origin."""
@@ -459,7 +461,7 @@ class OpCallCheck(CallCheck):
             calls.functions.note(self._forward_node, calls.number, self._signature.text)
         of: tuple[int, ...] = ()
         if (recorded := self._record) is not None:
-            recorded.number, recorded.compared_later = calls.number, self.deferred
+            recorded.number = calls.number
             if (origin := recorded.origin) is not None:
                 of = _ROLE_NUMBER[recorded.role], origin.number, origin.local
         if of or calls.local:
@@ -537,9 +539,12 @@ class OpCallCheck(CallCheck):
         return hash((self._signature.digest, role, None if origin is None else origin.role))
 
     @property
-    def in_backward(self) -> bool:
-        """Whether it is the backward of a call."""
-        return self._record is not None and self._record.role == BACKWARD
+    def logged_origin(self) -> int:
+        """The number in the log of the call that it is the backward of; 0: none."""
+        record = self._record
+        if record is None or record.origin is None or record.role != BACKWARD:
+            return 0
+        return record.origin.logged % _LOGGED
 
     def mismatch(self, words: list[str], flags: Sequence[int] | None) -> Exception:
         """The error of the deferred check: the calls differ, or the flags of the ranks conflict.
@@ -593,6 +598,14 @@ def _cannot_join(peer_flags: Sequence[int]) -> bool:
     return any(flags & NEEDS_BACKWARD for flags in peer_flags) and not all(
         flags & (NEEDS_BACKWARD | CAN_BACKWARD) for flags in peer_flags
     )
+
+
+def without_backward(peer_flags: Sequence[int]) -> list[int]:
+    """The ranks that run no backward of a call that others run: their operand requires no gradient."""
+    if not any(flags & NEEDS_BACKWARD for flags in peer_flags):
+        return []
+    both = NEEDS_BACKWARD | CAN_BACKWARD
+    return [rank for rank, flags in enumerate(peer_flags) if flags & both == CAN_BACKWARD]
 
 
 def flags_conflict(peer_flags: Sequence[int]) -> bool:

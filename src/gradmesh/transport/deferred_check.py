@@ -48,10 +48,11 @@ from gradmesh import _torch
 from gradmesh._util.call_sites import call_site, is_of_the_program, stack_of
 from gradmesh._util.environment import HANG
 from gradmesh.backends import threads
+from gradmesh.backends.process_group import FLAGS
 from gradmesh.errors import CheckWarning, DeadlockError, MismatchError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed
+from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed, without_backward
 
 __all__ = ["Checker", "Log", "note"]
 
@@ -65,7 +66,7 @@ _GRACE = 0.25
 """Seconds that a rank gets to raise an error by itself before it is printed and the process groups are aborted."""
 _NOTICE = 5.0
 """Seconds after which a rank prints for whom it waits, if that rank may only be busy."""
-_ANSWER = 1.0
+_ANSWER = 5.0
 """Seconds that the ranks get to describe their calls."""
 _CONNECT = 10.0
 """Seconds to connect to the hub."""
@@ -77,6 +78,7 @@ _HELLO = 1 << 20
 _WORD = 8
 _KEY = "gradmesh/deferred check"
 _RETURNED = "has returned from the launched function"
+_CANNOT = "no such call, because its operand of the forward call requires no gradient"
 
 Message = dict[str, Any]
 
@@ -191,12 +193,12 @@ class Log:
         checker = self.checker
         if checker.error is not None and not refused:
             checker.fail()
-        if checker.idles:
-            checker.resume()
         check.site, check.balance, check.refused = call_site(), balance, refused
         checker.threads.add(threading.get_ident())
         self.entries.append(check)
         self.last = check
+        if (recorded := check.recorded) is not None:
+            recorded.logged, recorded.site = self.first + len(self.entries), check.site
         if check.ahead and (kind := check.kind) not in self._met:
             self._met.add(kind)
             checker.flush([self])
@@ -233,17 +235,19 @@ class Checker:
         threads: the threads that make calls.
         closed: whether it has ended.
         off: why it cannot compare calls; "": it can.
-        idles: whether the function of the rank has returned.
+        returned: how many functions had been launched when the last one of them returned; 0: none has.
     """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.logs: dict[str, Log] = {}
         self.threads: set[int] = {threading.get_ident()}
-        self.closed = self.idles = False
+        self.closed = False
+        self.returned = 0
         if threads.rank_locals() is None:
             self.threads.add(threading.main_thread().ident or 0)
         self.rank = dist.get_rank()
+        self._state = rank_state()
         self._world = weakref.ref(dist.group.WORLD)
         self._store = _own_store()
         self._raised = self._refused = self._stepping = False
@@ -306,16 +310,9 @@ class Checker:
                 if not self._refused:
                     raise
         with self._lock:
+            self.returned = self._state.launched
             if self._connection is not None and not self.closed:
-                self.idles = True
-                self._connection.send({"idle": _RETURNED})
-
-    def resume(self) -> None:
-        """The rank makes a call after its function had returned."""
-        with self._lock:
-            self.idles = False
-            if self._connection is not None:
-                self._connection.send({"idle": ""})
+                self._connection.send({"returned": self.returned})
 
     def flush(
         self, logs: Iterable[Log] | None = None, seconds: float | None = None, *, step: bool = False
@@ -325,7 +322,7 @@ class Checker:
         Args:
             logs: the logs; None: all.
             seconds: how long to wait at most.
-            step: an optimizer is about to use the gradients: wait until no other rank has a backward call more, too.
+            step: an optimizer is about to use the gradients: wait for the other ranks to come to theirs, too.
 
         Raises:
             MismatchError: calls differ between the ranks.
@@ -383,10 +380,10 @@ class Checker:
 
     def at_exit(self) -> None:
         """Compare the last calls, and end."""
-        try:
-            self.flush(seconds=_AT_EXIT)
-        except (RuntimeError, ValueError) as error:
-            if not self._raised or self.error is error:
+        if not self._raised:
+            try:
+                self.flush(seconds=_AT_EXIT)
+            except (RuntimeError, ValueError) as error:
                 print(error, file=sys.stderr)
         self.close()
 
@@ -448,8 +445,7 @@ class Checker:
                         log.posted, log.known = log.first, False
                     self._connection = connection
                     self._post(step=self._stepping)
-                    if self.idles:
-                        connection.send({"idle": _RETURNED})
+                    connection.send({"returned": self.returned})
                 return connection
         if generation > len(self._gone) + 8:
             raise ConnectionError(f"no connection to {where['hosts']}, port {where['port']}")
@@ -498,14 +494,15 @@ class Checker:
             log.known = True
             for values in (
                 [check.digest for check in new],
-                [check.flags | (_BACKWARD if check.in_backward else 0) for check in new],
+                [check.flags | check.logged_origin << _ORIGIN for check in new],
                 [signed(check.balance) for check in new],
             ):
                 blob += array("q", values).tobytes()
             logs.append([log.name, log.posted, len(new), log.members])
             log.posted += len(new)
         if logs or step:
-            self._connection.send({"post": logs, "step": step}, bytes(blob))
+            launched = self._state.launched
+            self._connection.send({"post": logs, "step": step, "launched": launched}, bytes(blob))
 
     def _answer(self, connection: _Connection, said: Message) -> None:
         if "agreed" in said:
@@ -544,8 +541,6 @@ class Checker:
             check = log.entries[index - log.first] if 0 <= index - log.first < len(log.entries) else None
         if check is None and index == log.made - 1:
             check = log.last
-        if check is None and index == log.made and self._stepping:
-            return f"no call before the step of an optimizer {show_place(self.threads)}"
         return "" if check is None else check.said()
 
     def _found(self, said: Message) -> None:
@@ -634,8 +629,10 @@ def _own_store() -> Any:
     return store
 
 
-_BACKWARD = 1 << 40
-"""Of the flags that are sent: the call is one of a backward."""
+_ORIGIN = 40
+"""The bits of the flags that are sent from which on is the number in the log of the call that it is the backward of."""
+_REMEMBERED = 1 << 14
+"""How many calls the hub remembers of which some ranks run no backward."""
 _HANG_REMEDY = (
     "compare the call sites above: make every call on every rank, or on none; where a rank's backward is missing, use "
     "the result on every rank or run the step inside `with gradmesh.ordered():`"
@@ -687,13 +684,17 @@ class _Peer:
     Attributes:
         connection: its connection; None: it has ended.
         blocked: since when it is blocked, by `time.monotonic`; None: it is not.
-        ended: how it has ended, or that it has returned; "": it runs.
+        launched: how many functions had been launched when it last posted calls.
+        returned: how many had been launched when the last one that has returned was; 0: none has.
+        ended: how it has ended; "": it runs.
         steps: how many steps of optimizers it has announced.
         stepping: since when it waits before a step; None: it does not.
     """
 
     connection: _Connection | None = None
     blocked: float | None = None
+    launched: int = 0
+    returned: int = 0
     ended: str = ""
     steps: int = 0
     stepping: float | None = None
@@ -733,10 +734,12 @@ class _Group:
         members: its global ranks.
         agreed: how many calls were compared.
         failed: whether its ranks have an error.
+        backwardless: the ranks that run no backward of a call, by its number in the log, where others do.
     """
 
     members: list[int]
     streams: dict[int, _Stream] = field(default_factory=dict)
+    backwardless: dict[int, list[int]] = field(default_factory=dict)
     agreed: int = 0
     failed: bool = False
 
@@ -776,12 +779,25 @@ class _Group:
             for number in range(last - first):
                 if len({one[number] for one in digests}) > 1 or sum(one[number] for one in balances) % 2**64:
                     return first + number, None
-                seen = [one[number] & ~_BACKWARD for one in flags]
-                if len(set(seen)) > 1 and flags_conflict(seen):
-                    return first + number, seen
+                seen = [one[number] & FLAGS for one in flags]
+                if len(set(seen)) > 1:
+                    if flags_conflict(seen):
+                        return first + number, seen
+                    if without := without_backward(seen):
+                        self.backwardless[first + number + 1] = without
         self.agreed = last
         for stream in streams:
             stream.forget(last)
+        return None
+
+    def unmatched(self) -> tuple[int, list[int]] | None:
+        """A backward call that is not compared yet, and the ranks (their places) that cannot make it."""
+        while len(self.backwardless) > _REMEMBERED:
+            del self.backwardless[next(iter(self.backwardless))]
+        for stream in self.streams.values() if self.backwardless else ():
+            for number, flags in enumerate(stream.part(stream.flags, stream.start, stream.count)):
+                if without := self.backwardless.get(flags >> _ORIGIN):
+                    return stream.start + number, without
         return None
 
 
@@ -902,11 +918,12 @@ class Hub:
                 if said["step"]:
                     self._peers[rank].steps += 1
                     self._peers[rank].stepping = time.monotonic()
+                self._peers[rank].launched = said["launched"]
                 self._posted(rank, said["post"], blob)
             elif "blocked" in said:
                 self._peers[rank].blocked = time.monotonic() if said["blocked"] else None
-            elif "idle" in said:
-                self._peers[rank].ended = said["idle"]
+            elif "returned" in said:
+                self._peers[rank].returned = said["returned"]
             elif "words" in said:
                 question = self._questions.get(said["number"])
                 if question is not None:
@@ -948,6 +965,8 @@ class Hub:
             found = group.compare()
             if found is not None:
                 self._mismatch(name, group, *found)
+            elif late := group.unmatched():
+                self._mismatch(name, group, late[0], None, late[1])
             elif group.agreed > before:
                 advanced[name] = group.agreed
         for other in {rank for name in advanced for rank in self._groups[name].members}:
@@ -979,15 +998,19 @@ class Hub:
         peer = self._peers.get(rank)
         return peer is not None and peer.connection is not None
 
-    def _mismatch(self, name: str, group: _Group, index: int, flags: list[int] | None) -> None:
+    def _mismatch(
+        self, name: str, group: _Group, index: int, flags: list[int] | None, without: Sequence[int] = ()
+    ) -> None:
         group.failed = True
 
         def then(answers: dict[int, Message]) -> None:
             words = [
-                answers[rank]["words"][0]
+                _CANNOT
+                if place in without
+                else answers[rank]["words"][0]
                 if rank in answers
                 else f"a call that is not known: {self._how(rank)}"
-                for rank in group.members
+                for place, rank in enumerate(group.members)
             ]
             self._fail(group.members, answers, {"mismatch": [name, index], "words": words, "flags": flags})
 
@@ -997,7 +1020,15 @@ class Hub:
         peer = self._peers.get(rank)
         if peer is None:
             return f"rank {rank} has made no call"
-        return f"rank {rank} {peer.ended or 'does not answer'}"
+        return f"rank {rank} {peer.ended or (_RETURNED if peer.returned else 'does not answer')}"
+
+    def _has_ended(self, rank: int, waits: int) -> bool:
+        """Whether a rank will not make the call for which another one waits.
+
+        One that has returned may be behind that one by a function, and is then about to begin it.
+        """
+        peer, other = self._peers.get(rank), self._peers[waits]
+        return peer is not None and (bool(peer.ended) or 0 < peer.returned >= other.launched)
 
     def _fail(self, ranks: Iterable[int], answers: dict[int, Message], said: Message) -> None:
         """Send ranks their error, with the ends of the connections between all of them."""
@@ -1008,7 +1039,7 @@ class Hub:
     # -- ranks that are about to use their gradients
 
     def _let_step(self) -> None:
-        """Answer ranks that wait before a step, unless another rank has made a backward call more."""
+        """Answer ranks that wait before a step."""
         for rank, peer in self._peers.items():
             if peer.stepping is not None and peer.connection is not None and self._may_step(rank, peer):
                 peer.stepping = None
@@ -1017,7 +1048,7 @@ class Hub:
     def _may_step(self, rank: int, peer: _Peer) -> bool:
         assert peer.stepping is not None
         patient = time.monotonic() - peer.stepping < _STEP
-        for name, group in self._groups.items():
+        for group in self._groups.values():
             if rank not in group.streams:
                 continue
             if group.failed:
@@ -1025,22 +1056,18 @@ class Hub:
             made = group.count(rank)
             if group.agreed < made:
                 return False
-            for other in group.members:
-                stream = group.streams.get(other)
-                if stream is not None and group.count(other) > made:
-                    if any(flags & _BACKWARD for flags in stream.part(stream.flags, made, stream.count)):
-                        self._mismatch(name, group, made, None)
-                        return False
-                elif patient and self._is_awaited(other, peer):
-                    return False
+            if patient and any(
+                group.count(other) <= made and self._is_awaited(other, rank) for other in group.members
+            ):
+                return False
         return True
 
-    def _is_awaited(self, other: int, stepping: _Peer) -> bool:
+    def _is_awaited(self, other: int, rank: int) -> bool:
         """Whether a rank has stepped as often as another one before that one's step, and may yet come to its own."""
-        peer = self._peers.get(other)
+        peer, stepping = self._peers.get(other), self._peers[rank]
         if peer is None:
             return stepping.steps == 1
-        return not peer.ended and peer.blocked is None and peer.steps == stepping.steps - 1
+        return not self._has_ended(other, rank) and peer.blocked is None and peer.steps == stepping.steps - 1
 
     # -- ranks that wait
 
@@ -1060,13 +1087,14 @@ class Hub:
             return
         # The ranks that can go on: those that run, and those that wait only for ranks that can go on.
         stuck = set(waits)
-        ended = {rank for rank, peer in self._peers.items() if peer.ended}
         while True:
             freed = {
                 rank
                 for rank in stuck
                 if not any(
-                    other in stuck or other in ended for late in waits[rank].values() for other in late
+                    other in stuck or self._has_ended(other, rank)
+                    for late in waits[rank].values()
+                    for other in late
                 )
             }
             if not freed:
@@ -1107,7 +1135,7 @@ class Hub:
                 answer = answers.get(rank)
                 for place, (name, index) in enumerate(asked[rank]):
                     words = answer["words"][place] if answer else ""
-                    runs = answer is not None and not self._peers[rank].ended
+                    runs = answer is not None and not self._has_ended(rank, min(waits))
                     at = f"; it is {answer['where']}" if answer and runs else f"; {self._how(rank)}"
                     if rank in waits:
                         late = ", ".join(map(str, waits[rank][name]))

@@ -1,9 +1,9 @@
 """What a transport does with memory.
 
 Recycled CPU memory for large results.
-For a fresh result of 32 MiB or more, page faults take longer than the transfer (`python tools/fresh_memory.py` measures
-it). So blocks of freed results are used again, in huge pages where available. The system may reclaim the pages of an
-idle block if memory runs short.
+For a fresh result of 32 MiB or more, page faults take longer than the transfer (see
+docs/reports/shm.md). So blocks of freed results are used again, in huge pages where available. The system may reclaim
+the pages of an idle block if memory runs short.
 
 The environment variable GRADMESH_RECYCLE limits the idle memory in MiB; it defaults to 512, and 0 turns recycling off.
 The storage of a recycled tensor cannot be resized.
@@ -39,13 +39,21 @@ CARRIED = frozenset(
         torch.complex128,
     }
 )
-"""The dtypes that every backend of torch.distributed sends. Any other (int16, float8, ...) is sent as bytes."""
+"""The dtypes that every backend of torch.distributed can add. Any other (int16, float8, ...) is sent as bytes."""
+
+_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def sent_as(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a backend is given: complex numbers, which NCCL lacks, are pairs of real ones, others bytes."""
+    return _PAIRS.get(dtype, dtype) if dtype in CARRIED else torch.uint8
 
 
 def flat_memory(x: Tensor) -> Tensor:
-    """The memory of a dense tensor as a flat buffer of a dtype in `CARRIED`."""
+    """The memory of a dense tensor as a flat buffer that every backend can send."""
     one = flattened(x)
-    return one if one.dtype in CARRIED else one.view(torch.uint8)
+    kind = sent_as(one.dtype)
+    return one if kind is one.dtype else one.view(kind)
 
 
 def with_memory(flat: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ never blocks.
 
 The transport for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
-different collectives hang. So for CPU tensors a checked call first exchanges eight bytes; where these differ, the ranks
-exchange descriptions of their calls. For tensors on other devices, and at level "deferred", the comparison follows
-later (`deferred_check.py`): an exchange before the call would have to wait for the device.
+different collectives hang. So a checked call of CPU tensors begins with a message of fixed length from each rank
+to each, which holds a digest of the call, and the data if it is short; where digests differ, the ranks exchange
+descriptions. For tensors on other devices, and at level "deferred", the comparison follows later
+(`deferred_check.py`): an exchange before the call would have to wait for the device.
 
 The transport for groups of gradmesh's own backends, which share memory.
 Their groups are called directly, because torch.distributed's functions take a tenth of a small call. The call check is
@@ -49,7 +50,7 @@ from gradmesh.transport.call_checks import (
     refusal_text,
     signed,
 )
-from gradmesh.transport.packing import CARRIED, flat_memory, with_memory
+from gradmesh.transport.packing import CARRIED, flat_memory, sent_as, with_memory
 
 _TAG = 7103
 """Separates these messages from those that users send on the same group."""
@@ -216,7 +217,7 @@ def exchange_memory(
     out: Tensor, flat: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> None:
     """Exchange between dense buffers of any dtype; the counts are elements of it."""
-    width = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
+    width = flat.dtype.itemsize // sent_as(flat.dtype).itemsize
     dist.all_to_all_single(
         flat_memory(out),
         flat_memory(with_memory(flat)),
@@ -239,8 +240,22 @@ class GroupTransport(Transport):
         return packing.empty(shape, like.dtype, like.device)
 
 
+_HEAD = 16
+"""Bytes of the call check in the first message of a call: the digest, and whether the data follows it."""
+
+INLINE = 1008
+"""Bytes for each rank that are sent with the call check: together less than a packet of Ethernet."""
+
+_DIRECT = 1 << 16
+"""Bytes of a rank's operand up to which an all-to-all is faster than the ring or tree of the backend."""
+
+
 class TorchGroup(GroupTransport):
-    """An axis with a group of torch.distributed."""
+    """An axis with a group of torch.distributed.
+
+    A checked call of CPU tensors begins with one message of fixed length to each rank: the call check, and the data if
+    it is short. The length is always the same, since the ranks may make different calls.
+    """
 
     def exchange(
         self,
@@ -252,9 +267,18 @@ class TorchGroup(GroupTransport):
         even: bool = False,
     ) -> Tensor:
         """`all_to_all_single`."""
-        self._agree(send, receive)
+        width = flat.dtype.itemsize
+
+        def fill(data: Tensor) -> None:
+            for row, part in zip(data, _bytes(flat).split([n * width for n in send]), strict=True):
+                row[: part.numel()] = part
+
+        got = self._agree(send, receive, fill if max(*send, *receive) * width <= INLINE else None)
         out = self.room(flat, [sum(receive)] if shape is None else shape)
-        if even:
+        if got is not None:
+            for row, part in zip(got, _bytes(out).split([n * width for n in receive]), strict=True):
+                part.copy_(row[: part.numel()])
+        elif even:
             dist.all_to_all_single(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         else:
             exchange_memory(out, flat, send, receive, self.axis.group)
@@ -266,46 +290,65 @@ class TorchGroup(GroupTransport):
         """`all_gather_single` where all lengths are equal; backends have no ragged form of it."""
         if not even and len(set(counts)) > 1:
             return super().gather(flat, counts, shape)
-        self._agree()
+        got = self._agree_with(flat)
+        if got is None and self._directly(flat):
+            return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
+        if got is None:
+            _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
+        else:
+            _bytes(out).view(got.shape).copy_(got)
         return out
 
     def sum_and_scatter(
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
     ) -> Tensor:
-        """`reduce_scatter_single` where all lengths are equal and the backend can add."""
-        if flat.dtype not in CARRIED or (not even and len(set(counts)) > 1):
+        """`reduce_scatter_single` on devices, where all lengths are equal and the backend can add.
+
+        On the CPU an exchange and a local sum: Gloo's reduce_scatter sends the bytes of an all_reduce.
+        """
+        if flat.is_cpu or flat.dtype not in CARRIED or (not even and len(set(counts)) > 1):
             return super().sum_and_scatter(flat, counts, shape, even=even)
         self._agree()
         out = self.room(flat, shape)
-        _reduce_scatter(flat_memory(out), with_memory(flat), group=self.axis.group)
+        _reduce_scatter(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
     def sum(self, x: Tensor) -> Tensor:
         """`all_reduce`, of a dense copy: Gloo adds tensors in the order of their memory."""
         if x.dtype not in CARRIED:
             return super().sum(x)
-        self._agree()
+        got = self._agree_with(as_flat(x))
+        if got is not None:
+            return _as(got, x).sum(0, dtype=x.dtype)
+        if self._directly(x):
+            return super().sum(x)
         out = self.copy(x)
-        dist.all_reduce(out, group=self.axis.group)
+        dist.all_reduce(flat_memory(out), group=self.axis.group)
         return out
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
         """`reduce`."""
         if x.dtype not in CARRIED:
             return super().sum_at(x, root)
-        self._agree()
+        at_root = self.axis.rank == root
+        got = self._agree_with(as_flat(x), to=root)
+        if got is not None:
+            return _as(got, x).sum(0, dtype=x.dtype) if at_root else x.new_zeros(x.shape)
         out = self.copy(x)
-        dist.reduce(out, group_dst=root, group=self.axis.group)
+        dist.reduce(flat_memory(out), group_dst=root, group=self.axis.group)
         # Backends leave partial sums on the other ranks.
-        return out if self.axis.rank == root else out.zero_()
+        return out if at_root else out.zero_()
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
         """`broadcast`."""
-        self._agree()
-        out = self.copy(x) if self.axis.rank == root else self.room(x, x.shape)
-        dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
+        at_root = self.axis.rank == root
+        got = self._agree_with(as_flat(x))
+        out = self.copy(x) if at_root else self.room(x, x.shape)
+        if got is None:
+            dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
+        else:
+            _bytes(out).copy_(got[root])
         return out
 
     def post(self, x: Tensor, peer: int, greeting: str) -> None:
@@ -330,23 +373,60 @@ class TorchGroup(GroupTransport):
         """Compare the calls only."""
         self._agree()
 
-    def _agree(self, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
-        """Compare the ranks' calls and counts, before the first primitive of the call."""
+    def _directly(self, x: Tensor) -> bool:
+        """Whether an all-to-all is the fastest way to send an operand to all ranks."""
+        return x.is_cpu and x.numel() * x.dtype.itemsize <= _DIRECT
+
+    def _agree_with(self, flat: Tensor, to: int | None = None) -> Tensor | None:
+        """Compare the ranks' calls, and send an operand with the check if it is short.
+
+        Args:
+            flat: the operand, dense.
+            to: the only rank that needs it; None: all.
+
+        Returns:
+            The bytes of every rank's operand, one row each; None if it was not sent.
+        """
+        size = flat.numel() * flat.dtype.itemsize
+        if size > INLINE:
+            self._agree()
+            return None
+        rows = slice(None) if to is None else to
+        got = self._agree(fill=lambda data: data[rows, :size].copy_(_bytes(flat)))
+        return None if got is None else got[:, :size]
+
+    def _agree(
+        self,
+        send: Sequence[int] = (),
+        receive: Sequence[int] = (),
+        fill: Callable[[Tensor], object] | None = None,
+    ) -> Tensor | None:
+        """Compare the ranks' calls and counts, before the first primitive of the call.
+
+        Args:
+            send: the number of elements for each rank, if it is to be compared.
+            receive: the number from each rank.
+            fill: writes the data for each rank into a row of a tensor; None: it is too long.
+
+        Returns:
+            The data from each rank, if no rank's was too long; None: it has to be sent.
+        """
         call_check = self.take_check()
         if call_check is None:
-            return
+            return None
         if call_check.deferred:
             from gradmesh.transport.deferred_check import note
 
             note(self.axis, call_check, balance(self.axis.rank, send, receive) if send or receive else 0)
-            return
+            return None
         bits = call_check.digest & ~FLAGS
         head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
-        heads = self._heads(head)
+        heads, data = self._meet(head, fill)
         if not agreed(heads, bits):
             raise call_check.refusal(self._words(call_check.said()))
         if len({head & FLAGS for head in heads}) > 1:
             call_check.peer_flags = [head & FLAGS for head in heads]
+        return data
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a digest that matches no other."""
@@ -361,20 +441,35 @@ class TorchGroup(GroupTransport):
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller raises its own error
-            if not agreed(self._heads(own), own):
+            if not agreed(self._meet(own, None)[0], own):
                 self._words(refusal_text(error))
 
-    def _heads(self, own: int) -> list[int]:
-        numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
+    def _meet(self, own: int, fill: Callable[[Tensor], object] | None) -> tuple[list[int], Tensor | None]:
+        """Exchange the first message: every rank's head, and its data unless a rank's is too long."""
+        sent = torch.zeros(self.axis.size, _HEAD + INLINE, dtype=torch.uint8, device="cpu")
+        sent[:, :_HEAD] = torch.tensor([own, fill is None], device="cpu").view(torch.uint8)
+        if fill is not None:
+            fill(sent[:, _HEAD:])
+        got = torch.empty_like(sent)
         with failed_ranks_named(self.axis):
-            _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
-        found: list[int] = numbers.tolist()
-        return found
+            dist.all_to_all_single(got, sent, group=self.axis.group)
+        heads, too_long = zip(*got[:, :_HEAD].view(torch.int64).tolist(), strict=True)
+        return list(heads), None if any(too_long) else got[:, _HEAD:]
 
     def _words(self, own: str) -> list[str]:
         words = [""] * self.axis.size
         dist.all_gather_object(words, own, group=self.axis.group)
         return words
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """The memory of a dense tensor."""
+    return flattened(with_memory(flat)).view(torch.uint8)
+
+
+def _as(rows: Tensor, x: Tensor) -> Tensor:
+    """Rows of bytes as tensors of the dtype and shape of another one."""
+    return rows.contiguous().view(x.dtype).view(len(rows), *x.shape)
 
 
 class OwnGroupTransport(GroupTransport):

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
 from gradmesh._torch.compilers import compiler_loaded
-from gradmesh._util.call_sites import call_site
+from gradmesh._util.call_sites import call_site, show_site
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.ops.base import Op
 from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
@@ -32,7 +32,6 @@ from gradmesh.type_inference.tracker import (
     Mark,
     Node,
     Tracker,
-    began_at,
     gathered,
     number_of_bits,
     observable,
@@ -106,8 +105,7 @@ def _missing(tracker: Tracker, at: int, leaf: Node) -> Finding:
     began = (
         "no collective lies between the loss and it"
         if collective is None
-        else f"the nearest collective between the loss and it is {collective.op} "
-        + began_at("", collective.site)[11:]
+        else f"the nearest collective between the loss and it is {collective.op} {show_site(collective.site)}"
     )
     axis, shape = tracker.axes[at].name, list(leaf.shape)
     op, site = ("a parameter", leaf.site) if parted is None else (f"aten.{parted.op}", parted.site)
@@ -242,11 +240,7 @@ class _Unseen(TorchFunctionMode):
 
 
 class _Follower(Instrument):
-    """The seam to the library's own calls.
-
-    Args:
-        tracker: what follows types.
-    """
+    """The seam to the library's own calls."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import arguments_of, dispatched_name, in_backward
-from gradmesh._util.call_sites import Site, call_site
+from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import (
     SAMES,
@@ -53,21 +53,13 @@ _ITEM = "_local_scalar_dense"
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known of an operator before it is called.
-
-    Attributes:
-        name: its name.
-        rule: its rule; None: there is none.
-        names: its arguments.
-        written: the places of those that it writes.
-        each: whether it does the same to each tensor of lists.
-    """
+    """What is known of an operator before it is called."""
 
     name: str
-    rule: Rule | None
-    names: tuple[str, ...]
-    written: tuple[int, ...]
-    each: bool
+    rule: Rule | None  # its rule; None: there is none
+    names: tuple[str, ...]  # its arguments
+    written: tuple[int, ...]  # the places of those that it writes
+    each: bool  # whether it does the same to each tensor of lists
 
 
 @functools.cache
@@ -197,13 +189,7 @@ class _Call:
         self._patched = [one for one in self._patched if memory_of(one[2]) in views]
 
     def note(self, results: Sequence[Tensor], written: Sequence[Tensor], times: Mapping[int, int]) -> None:
-        """Give the results, and what was written, their values.
-
-        Args:
-            results: the results.
-            written: the operands that were written.
-            times: how often each memory was.
-        """
+        """Give the results, and what was written, their values; `times`: how often each memory was written."""
         tracker, plan = self.tracker, self.plan
         self._patch({memory_of(one) for one in results} if self._patched else ())
         every = [*results, *(one for one in written if all(one is not other for other in results))]
@@ -250,12 +236,7 @@ class _Call:
             return frozenset(place for place, value in self.given.items() if same_summed(value))
 
     def _kind(self, at: int, whole: bool) -> tuple[Kind, str]:
-        """The kind over one axis, and what is wrong.
-
-        Args:
-            at: the axis.
-            whole: whether the result has a dtype of fractions; what is rounded to integers is not linear.
-        """
+        """The kind over one axis, and what is wrong; what is not `whole` is rounded to integers: not linear."""
         rule = self.plan.rule
         if rule is None:
             self.tracker.note(f"there is no rule for {self.plan.name}: what it returns has no known type")
@@ -350,7 +331,7 @@ def _begin(tracker: Tracker, root: Node) -> None:
         last = root.replicated(at)
         if last is None:  # R by numbers alone that have no gradient, such as counts
             continue
-        began = f"R since {last.op} {began_at('', last.site)[11:]}"
+        began = f"R since {last.op} {show_site(last.site)}"
         finding = Finding.at(
             "sum-too-many",
             f"backward from {root.op}",

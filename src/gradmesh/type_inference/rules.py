@@ -80,21 +80,15 @@ UNSAID = "unsaid"
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule, read.
+    """One rule, read."""
 
-    Attributes:
-        text: as it is written.
-        terms: the terms of the sum, each the positions of its factors, with the sign before them.
-        nonlinear: the positions in which it is not linear.
-        unread: those that are not read.
-        made: the kind of a result that is made of shapes alone, "~" of a random one; the position of the number that
-            it is filled with.
-    """
-
-    text: str
+    text: str  # as it is written
+    # the terms of the sum, each the positions of its factors, with the sign before them
     terms: tuple[tuple[tuple[int, str], ...], ...] = ()
-    nonlinear: frozenset[int] = frozenset()
-    unread: frozenset[int] = frozenset()
+    nonlinear: frozenset[int] = frozenset()  # the positions in which it is not linear
+    unread: frozenset[int] = frozenset()  # those that are not read
+    # the kind of a result that is made of shapes alone, "~" of a random one; the position of the number that
+    # it is filled with
     made: str = ""
 
 

@@ -117,44 +117,26 @@ DEEPEST = 20_000
 
 
 class Mark(NamedTuple):
-    """What a tensor is over one axis, as one rank sees it.
+    """What a tensor is over one axis, as one rank sees it."""
 
-    Attributes:
-        kind: a type, which holds if `number` is found on every rank.
-        number: what made the value, in 64 bits; 0 where the kind has nothing that ranks could compare.
-    """
-
-    kind: Kind
-    number: int
+    kind: Kind  # a type, which holds if `number` is found on every rank
+    number: int  # what made the value, in 64 bits; 0 where the kind has nothing that ranks could compare
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One value: a tensor between two writes.
+    """One value: a tensor between two writes."""
 
-    Attributes:
-        op: the operator that made it; "" for what came from outside.
-        site: the line of the user's code.
-        inputs: the values that it is made of.
-        marks: one for each axis.
-        leaf: whether it is a leaf that requires grad, and so a parameter.
-        collective: whether a collective made it.
-        depth: the length of the longest chain of inputs.
-        learns: whether that has a backward on this rank.
-        declared: whether `assert_type` declared it.
-        shape: the tensor's.
-    """
-
-    op: str
-    site: Site
-    inputs: tuple[Node, ...]
-    marks: tuple[Mark, ...]
-    leaf: bool = False
-    collective: bool = False
-    depth: int = 0
-    declared: bool = False
-    learns: bool = False
-    shape: tuple[int, ...] = ()
+    op: str  # the operator that made it; "" for what came from outside
+    site: Site  # the line of the user's code
+    inputs: tuple[Node, ...]  # the values that it is made of
+    marks: tuple[Mark, ...]  # one for each axis
+    leaf: bool = False  # whether it is a leaf that requires grad, and so a parameter
+    collective: bool = False  # whether a collective made it
+    depth: int = 0  # the length of the longest chain of inputs
+    declared: bool = False  # whether `assert_type` declared it
+    learns: bool = False  # whether that has a backward on this rank
+    shape: tuple[int, ...] = ()  # the tensor's
 
     def __post_init__(self) -> None:
         self.depth = 1 + max((one.depth for one in self.inputs), default=0)
@@ -163,43 +145,29 @@ class Node:
 
     def replicated(self, at: int) -> Node | None:
         """What made it R over an axis: the nearest collective, or declaration, whose gradient is summed there."""
-        seen, row = {id(self)}, [self]
-        for node in row:  # grows, along what is R
-            if node.learns:
-                return node
-            for one in node.inputs:
-                if one.marks[at].kind == "R" and id(one) not in seen:
-                    seen.add(id(one))
-                    row.append(one)
-        return None
+        return next(
+            (node for node in self.before(lambda one: one.marks[at].kind == "R") if node.learns), None
+        )
 
-    def before(self) -> Iterator[Node]:
+    def before(self, through: Callable[[Node], bool] = lambda _: True) -> Iterator[Node]:
         """This value and all that it is made of, the nearest first."""
         seen, row = {id(self)}, [self]
         for node in row:  # grows
             yield node
             for one in node.inputs:
-                if id(one) not in seen:
+                if id(one) not in seen and through(one):
                     seen.add(id(one))
                     row.append(one)
 
 
 class Region(NamedTuple):
-    """Which elements of its memory a tensor is, in bytes.
+    """Which elements of its memory a tensor is, in bytes."""
 
-    Attributes:
-        first: where it begins.
-        last: the last byte.
-        shape: its sizes, the bytes of an element as the last one.
-        stride: its strides in bytes.
-        size: of an element.
-    """
-
-    first: int
-    last: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    size: int
+    first: int  # where it begins
+    last: int  # the last byte
+    shape: tuple[int, ...]  # its sizes, the bytes of an element as the last one
+    stride: tuple[int, ...]  # its strides in bytes
+    size: int  # of an element
 
     @classmethod
     def of(cls, x: Tensor) -> Region:
@@ -246,25 +214,15 @@ class Patch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What is known of a tensor.
+    """What is known of a tensor."""
 
-    Attributes:
-        ref: the tensor.
-        node: its value, when it was kept.
-        patches: what was written there since then, through other tensors.
-        first: the least version for which this holds.
-        last: the greatest one.
-        writes: how many unknown writes to its memory there had been.
-        memory: where it lies.
-    """
-
-    ref: weakref.ref[Tensor]
-    node: Node
-    patches: tuple[Patch, ...]
-    first: int
-    last: int
-    writes: int
-    memory: int
+    ref: weakref.ref[Tensor]  # the tensor
+    node: Node  # its value, when it was kept
+    patches: tuple[Patch, ...]  # what was written there since then, through other tensors
+    first: int  # the least version for which this holds
+    last: int  # the greatest one
+    writes: int  # how many unknown writes to its memory there had been
+    memory: int  # where it lies
 
 
 class Values:
@@ -301,41 +259,31 @@ class Values:
     ) -> None:
         """Remember the value of a tensor, as long as it is alive.
 
-        Args:
-            x: the tensor.
-            node: its value.
-            base: what it is a view of, whose version it will have when autograd is through with it.
-            written: how often its memory is written now, which autograd counts when it is through with it.
-            patches: what has been written over that value.
+        When autograd is through with it, it has the version of its base, and counts the writes to its memory.
         """
         key, of, at, where = id(x), self._of, self._at, memory_of(x)
+
+        def leave(memory: int) -> None:
+            at[memory].discard(key)
+            if not at[memory]:
+                del at[memory]
 
         def forget(ref: object) -> None:
             found = of.get(key)
             if found is not None and found.ref is ref:
                 del of[key]
-                at[found.memory].discard(key)
-                if not at[found.memory]:
-                    del at[found.memory]
+                leave(found.memory)
 
         before = of.get(key)
         if before is not None and before.memory != where:
-            at[before.memory].discard(key)
-            if not at[before.memory]:
-                del at[before.memory]
+            leave(before.memory)
         version = version_of(x if base is None else base)
         writes = self._writes.get(where, 0)
         of[key] = _Kept(weakref.ref(x, forget), node, patches, version, version + written, writes, where)
         at.setdefault(where, set()).add(key)
 
     def wrote(self, x: Tensor, node: Node, times: int = 1) -> None:
-        """Note what has just been written through a tensor: it is the value of that tensor, and a patch of others.
-
-        Args:
-            x: the tensor.
-            node: what it is now.
-            times: how often the operator writes to this memory, which autograd counts when it is through with it.
-        """
+        """Note what has just been written through a tensor: it is the value of that tensor, and a patch of others."""
         where = memory_of(x)
         if where:
             patch = Patch(Region.of(x), node)
@@ -475,25 +423,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Condition:
-    """A finding that holds if the ranks turn out to agree, or not to.
+    """A finding that holds if the ranks turn out to agree, or not to."""
 
-    Attributes:
-        finding: creates the finding.
-        axis: the place of the axis.
-        present: numbers that have to be found on every rank.
-        absent: numbers that must not, of which at least one is not.
-        own: a number of the finding itself, which shows whether every rank has it.
-        averaged: whether it is none where gradients are averaged afterwards.
-        doubtful: the text of a note in place of the finding, if it may be wrong.
-    """
-
-    finding: Callable[[], Finding]
-    axis: int
-    present: tuple[int, ...]
-    own: int
-    absent: tuple[int, ...] = ()
-    averaged: bool = False
-    doubtful: str = ""
+    finding: Callable[[], Finding]  # creates the finding
+    axis: int  # the place of the axis
+    present: tuple[int, ...]  # numbers that have to be found on every rank
+    own: int  # a number of the finding itself, which shows whether every rank has it
+    absent: tuple[int, ...] = ()  # numbers that must not, of which at least one is not
+    averaged: bool = False  # whether it is none where gradients are averaged afterwards
+    doubtful: str = ""  # the text of a note in place of the finding, if it may be wrong
 
 
 def types_of(kinds: Sequence[tuple[Kind, tuple[int, ...]]]) -> str:
@@ -518,11 +456,7 @@ def gathered(
 
 
 class Agreement:
-    """The numbers that were sent, by axis and rank.
-
-    Args:
-        axes: the axes that are followed.
-    """
+    """The numbers that were sent, by axis and rank."""
 
     def __init__(self, axes: Sequence[Axis]) -> None:
         self.axes = axes
@@ -543,20 +477,9 @@ class Agreement:
     def meet(
         self, axis: Axis, at: int | None, call: str, row: Sequence[Mark], device: torch.device
     ) -> list[list[Mark]]:
-        """Exchange new numbers with the ranks of an axis.
+        """Exchange new numbers with the ranks of an axis, and return the row of marks of every rank.
 
-        Args:
-            axis: the ranks that communicate.
-            at: its index among the axes that are followed; None: it is not followed.
-            call: what every rank is about to do, as the same text.
-            row: marks that every rank shows of its own, one for each axis at most.
-            device: where numbers can travel from.
-
-        Returns:
-            Every rank's row.
-
-        Raises:
-            MismatchError: the ranks are about to do different things.
+        `call` is what every rank is about to do, `at` the place of the axis if it is followed.
         """
         new = self._new[at] if at is not None else []
         # The same length on each rank, so that ranks that diverge are detected here.
@@ -588,30 +511,15 @@ class Agreement:
 
 
 class Tracker:
-    """The state of a block on one rank.
-
-    Args:
-        axes: the axes that are followed.
-        strict: whether the first finding is raised.
-
-    Attributes:
-        values: the tensors' values.
-        agreement: the numbers that the ranks have sent.
-        conditions: findings that hold if the ranks turn out to agree.
-        findings: those that do hold.
-        notes: what could not be followed, and what may be meant.
-        roots: where backward passes started.
-        busy: whether what is run now is not followed.
-        open: whether the block is.
-    """
+    """The state of a block on one rank."""
 
     def __init__(self, axes: Sequence[Axis], *, strict: bool) -> None:
         self.axes, self.strict = axes, strict
         self.values, self.agreement = Values(), Agreement(axes)
-        self.conditions: list[Condition] = []
-        self.findings: list[Finding] = []
-        self.notes: list[str] = []
-        self.roots: list[Node] = []
+        self.conditions: list[Condition] = []  # findings that hold if the ranks turn out to agree
+        self.findings: list[Finding] = []  # those that do hold
+        self.notes: list[str] = []  # what could not be followed, and what may be meant
+        self.roots: list[Node] = []  # where backward passes started
         self.busy, self.open = False, True
         self._thread = threading.get_ident()
         self._calls: dict[tuple[int, ...], int] = {}
@@ -644,15 +552,7 @@ class Tracker:
         return self._calls[key]
 
     def looked_at(self, at: int, number: int) -> int:
-        """Announce to an axis that this rank compares the gradient of a value, and how often it has.
-
-        Args:
-            at: the axis.
-            number: the value's.
-
-        Returns:
-            A number that every rank has sent that has compared it as often.
-        """
+        """Announce that this rank compares the gradient of a value; a number that ranks with as many looks share."""
         times = self._looks[at, number] = self._looks.get((at, number), 0) + 1
         looked = token("looked at", number, times)
         self.agreement.announce(at, looked)
@@ -748,13 +648,7 @@ class Tracker:
         return Mark(kind, number if kind == P else 0)
 
     def observed(self, x: Tensor, like: Sequence[Kind] = (), *, times: int = 0) -> Node:
-        """Inspect the bits of a tensor that was made outside of the trace.
-
-        Args:
-            x: the tensor.
-            like: for each axis, what it is if all ranks turn out to have these bits; V and ? are so anyway.
-            times: how often its memory is written now.
-        """
+        """Inspect the bits of a tensor that was made outside of the trace; it is `like` that if all ranks have them."""
         leaf = x.is_leaf and x.requires_grad
         if observable(x):
             with self.paused():
@@ -776,15 +670,7 @@ class Tracker:
         times: int = 0,
         patches: tuple[Patch, ...] = (),
     ) -> None:
-        """Remember a tensor's value, and send its numbers with the next collective.
-
-        Args:
-            x: the tensor.
-            node: its value.
-            base: what it is a view of.
-            times: how often the operator that made the value writes to this memory; 0: it wrote nothing.
-            patches: what has been written over that value.
-        """
+        """Remember a tensor's value, and send its numbers with the next collective."""
         if times:
             self.values.wrote(x, node, times)
         else:
@@ -807,16 +693,11 @@ class Tracker:
         """Give a tensor another mark over one axis."""
         marks = list(node.marks)
         marks[at] = mark
-        made = Node(
-            node.op,
-            node.site,
-            node.inputs,
-            tuple(marks),
-            node.leaf,
-            node.collective,
+        made = dataclasses.replace(
+            node,
+            marks=tuple(marks),
             declared=node.declared or declared,
             learns=node.learns or (declared and x.requires_grad),
-            shape=node.shape,
         )
         self.keep(x, made)
 
@@ -836,11 +717,7 @@ class Tracker:
         self.conditions.append(condition)
 
     def found(self, finding: Finding) -> None:
-        """Something is wrong on every rank.
-
-        Raises:
-            TypeMismatchError: in a strict block.
-        """
+        """Something is wrong on every rank."""
         if finding in self.findings:
             return
         self.findings.append(finding)

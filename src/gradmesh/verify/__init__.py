@@ -30,15 +30,12 @@ on all ranks of the op's axis at once and returns the same error on every rank; 
 [(0.0, 1.0), (0.0, 1.0)]
 """
 
-from gradmesh.verify.auditing import Audit, Finding, audit
-from gradmesh.verify.gradients import (
-    GradcheckReport,
-    Input,
-    Shard,
-    SingleReport,
-    gradcheck,
-    same_as_single,
-)
+from gradmesh.verify.auditing.audit import audit
+from gradmesh.verify.auditing.findings import Audit, Finding
+from gradmesh.verify.gradients.gradcheck import gradcheck
+from gradmesh.verify.gradients.inputs import Input, Shard
+from gradmesh.verify.gradients.report import GradcheckReport
+from gradmesh.verify.gradients.same_as_single import SingleReport, same_as_single
 from gradmesh.verify.laws import (
     adjoint_error,
     adjoint_matrix_error,
@@ -49,7 +46,8 @@ from gradmesh.verify.laws import (
     sample,
 )
 from gradmesh.verify.profiles import Profile, profiled
-from gradmesh.verify.simulator import CostModel, Link, Simulation, simulate
+from gradmesh.verify.simulator.costs import CostModel, Link
+from gradmesh.verify.simulator.simulate import Simulation, simulate
 from gradmesh.verify.timelines import Timeline, delayed, timeline
 
 __all__ = [

@@ -76,16 +76,7 @@ def law_error(
     dtype: torch.dtype,
     types: tuple[Type, Type],
 ) -> float:
-    """The error of `inner_product_error`, for any map.
-
-    Args:
-        forward: A.
-        backward: the candidate for A*; called with x and y, because autograd's backward depends on the point x.
-        axis: the ranks.
-        shape: this rank's operand shape.
-        dtype: the operands' dtype.
-        types: the types of the operand and the result.
-    """
+    """The error of `inner_product_error`, for any map; autograd's backward depends on the point x."""
     src, dst = types
     x = sample(src, shape, dtype, axis, seed=1)
     result = forward(x)

@@ -24,14 +24,7 @@ Row = tuple[int, str]
 def draw(
     events: Iterable[Event], work: Iterable[Work], path: str | os.PathLike[str], title: str = ""
 ) -> None:
-    """Write the picture.
-
-    Args:
-        events: the calls.
-        work: the ranks' computation.
-        path: the file.
-        title: the title.
-    """
+    """Write the picture."""
     calls, working = list(events), list(work)
     rows = {row: -place for place, row in enumerate(_rows(calls, working))}
     figure = Figure(figsize=(12, 1.6 + 0.6 * len(rows)), dpi=130, layout="constrained")

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,27 +33,12 @@ from gradmesh.transport.comm_thread import WorkItem, current_job
 from gradmesh.verify.simulator.costs import CostModel, Link
 from gradmesh.verify.simulator.trace import Event, EventLog, Events, Work, show, trace_of
 
-
-class _Record(Protocol):
-    @property
-    def started(self) -> float: ...
+T = TypeVar("T")
 
 
-RecordT = TypeVar("RecordT", bound=_Record)
-
-
-def complete(ranks: Iterable[RecordT], whole: str, block: str) -> list[RecordT]:
-    """Return the ranks' records as a list.
-
-    Args:
-        ranks: one record per rank.
-        whole: the name of their class, for the error.
-        block: the call that creates a record, for the error.
-
-    Raises:
-        ArgumentError: there are no records, or a record's block has not ended yet.
-    """
-    parts = list(ranks)
+def complete(ranks: Iterable[T], whole: str, block: str) -> list[T]:
+    """Return the ranks' records as a list."""
+    parts: list[Any] = list(ranks)
     if not parts or not all(part.started for part in parts):
         raise ArgumentError(
             message(
@@ -67,29 +52,16 @@ def complete(ranks: Iterable[RecordT], whole: str, block: str) -> list[RecordT]:
     return parts
 
 
-T = TypeVar("T")
-
-
 class Transfer(NamedTuple):
-    """A transfer: one primitive of a transport.
+    """A transfer: one primitive of a transport."""
 
-    Attributes:
-        op: its kind, as in an `Event` of the simulator.
-        payload: the bytes of this rank's input.
-        sent: the bytes that this rank sends to others.
-    """
-
-    op: str
-    payload: int
-    sent: float
+    op: str  # its kind, as in an `Event` of the simulator
+    payload: int  # the bytes of this rank's input
+    sent: float  # the bytes that this rank sends to others
 
 
 class Middleware(Transport):
-    """A transport that delegates to another one.
-
-    Args:
-        inner: the other transport.
-    """
+    """A transport that delegates to another one."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.axis, inner.call_check)
@@ -97,12 +69,7 @@ class Middleware(Transport):
 
     @abc.abstractmethod
     def through(self, transfer: Transfer, run: Callable[[], T]) -> T:
-        """Run a transfer.
-
-        Args:
-            transfer: its kind and size.
-            run: runs it on the inner transport.
-        """
+        """Run a transfer."""
 
     def exchange(
         self,
@@ -261,11 +228,7 @@ _STARTS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class TimelineRecorder(Instrument):
-    """The record of one rank, created on the rank's thread; times are from `time.perf_counter`.
-
-    Args:
-        rank: the rank in the world.
-    """
+    """The record of one rank, created on the rank's thread; times are from `time.perf_counter`."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.log = rank, EventLog()
@@ -368,12 +331,6 @@ class Passes(TorchFunctionMode):
 
 def worked(rank: int, whole: Span, waits: Iterable[Span], passes: Sequence[Span]) -> list[Work]:
     """The intervals in which a rank did not wait, split at the start and end of backward passes.
-
-    Args:
-        rank: the rank.
-        whole: the recorded interval.
-        waits: its waits.
-        passes: its backward passes, which must not overlap.
 
     >>> [(w.phase, w.start, w.end) for w in worked(0, (0, 9), [(2, 3), (5, 6)], [(4, 8)])]
     [('forward', 0, 2), ('forward', 3, 4), ('backward', 4, 5), ('backward', 6, 8), ('forward', 8, 9)]

@@ -43,6 +43,7 @@ from gradmesh.checker.judging.values import (
     overwritten_steps,
     parted,
     parted_by_closure,
+    parted_by_writing,
     same_data,
     sends_nothing,
     settings_apart,
@@ -250,6 +251,13 @@ def judged(
         for number, segment in enumerate(every, 1):
             if not segment.whole:
                 continue
+            copied = [p.name for steps in segment.steps for step in steps for p in step.params if p.copied]
+            if copied:
+                notes.append(
+                    f"step {number} is written by hand, and another parameter has the value of {copied[0]}: it is "
+                    "taken for a trial of a copy, and is not checked"
+                )
+                continue
             more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
             if segment.manual_calls and not more:
                 more = parted(there, segment, every[number : number + 1])
@@ -266,6 +274,10 @@ def judged(
             notes.append(
                 f"no step was seen on rank {', '.join(idle)}: nothing is said of the others' gradients"
             )
+        if not any(tape.steps for tape in there) and not found:
+            by_writing, more_notes = parted_by_writing(there)
+            found += by_writing
+            notes += more_notes
         if not any(tape.steps for tape in there) and not found:
             notes.append("no step of an optimizer was seen: nothing is said of gradients")
     steps = min((tape.steps for tape in there), default=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -322,6 +321,28 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
     return found[:1]
 
 
+def copies_part(tapes: Sequence[Tape | None]) -> list[Finding]:
+    """Parameters that are the same on ranks, with the same gradient, and that any later step makes different ones."""
+    there = [tape for tape in tapes if tape is not None]
+    for tape in there:
+        label_stepped(tape)
+    for steps in zip(*map(_steps, there), strict=False) if len(there) == len(tapes) else ():
+        for group in _copies(steps):
+            after = [
+                (rank, param.after) for rank, param in group if param.after is not None and not param.whole
+            ]
+            if len(after) == len(group) and not all(near(x, after[0][1], 1e-5) for _, x in after):
+                rank, name = group[0][0], group[0][1].name
+                said = (
+                    f"{name} is the same on ranks {_numbers([r for r, _ in group])} before a step and gets the same "
+                    f"gradient, and is not the same after it: {held_on(name, after)}"
+                )
+                remedy = "Load the optimizer's state on every rank that steps a copy of the parameter, or broadcast it."
+                place = with_text(there[rank].places, steps[rank].site)
+                return [finding("GM201", said, place, None, [r for r, _ in group], name, remedy)]
+    return []
+
+
 def drifted_later(context: Context, following: Sequence[Segment]) -> list[Finding]:
     """Parameters that ranks have in common, and that not every rank steps itself: one before a step, and not after."""
     for later in following:
@@ -372,6 +393,35 @@ def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]
                 place = with_text(tapes[0].places, segment.steps[0][0].site)
                 return [finding("GM201", said, place, None, range(len(tapes)), name)]
     return []
+
+
+def parted_by_writing(tapes: Sequence[Tape]) -> tuple[list[Finding], list[str]]:
+    """Parameters that were one until a program without any backward wrote to them, and are never one again.
+
+    Ranks may displace them for a while, as evolution strategies do, or each have a chain of samples. It is an error
+    where what they become is made of what other ranks sent, and no message is as large as the parameter, by which
+    ranks would tell each other where they are.
+    """
+    largest = max((_entries(e) for tape in tapes for e in tape.events if isinstance(e, Sent)), default=0)
+    for number in dict.fromkeys(each.number for each in tapes[0].written):
+        own = [[each for each in tape.written if each.number == number] for tape in tapes]
+        rows = list(zip(*own, strict=False))
+        one = [all(near(each.value, row[0].value, 1e-5) for each in row) for row in rows]
+        last = max(
+            (at for at, row in enumerate(rows) if one[at] and not is_constant(row[0].value)), default=-1
+        )
+        if last < 0 or len({row[0].calls for row in rows[last + 1 :]}) < 3:
+            continue
+        name = rows[-1][0].name or f"parameter {number}"
+        said = (
+            f"{name} is the same on all ranks at first, and is not the same again after the program writes to it: "
+            + held_on(name, [(rank, each.value) for rank, each in enumerate(rows[-1])])
+        )
+        place = with_text(tapes[0].places, rows[-1][0].site)
+        if largest < rows[-1][0].value.numel() and any(each.of_received for row in rows for each in row):
+            return [finding("GM201", said, place, None, range(len(tapes)), name)], []
+        return [], [f"{said}, at {place}: it is unknown whether each rank has a model of its own"]
+    return [], []
 
 
 def _values(steps: Sequence[Step]) -> dict[str, Tensor]:
@@ -959,9 +1009,12 @@ def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
 
 
 def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]:
-    """Whether ranks average parameters after steps of their own, or sum them, and what is wrong with how they do it."""
+    """Whether ranks bring parameters nearer to one another after steps of their own, and what is wrong with how."""
     some, there = False, [tape for tape in tapes if tape is not None]
-    for now, then in itertools.pairwise(zip(*map(_steps, there), strict=False)):
+    rows = list(zip(*map(_steps, there), strict=False))
+    every = ((now, rows[at:]) for at, now in enumerate(rows, 1))
+    pairs = ((now, [row for row in others if row[0].optimizer == now[0].optimizer]) for now, others in every)
+    for now, then in ((now, others[0]) for now, others in pairs if others):
         after = [
             {p.name: p.after for p in step.params if p.after is not None and not p.whole} for step in now
         ]
@@ -971,7 +1024,9 @@ def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]
         apart = [name for name in names if not all(near(each[name], after[0][name], 1e-5) for each in after)]
         one = [name for name in apart if all(near(each[name], later[0][name], 1e-6) for each in later)]
         totals = {name: torch.stack([each[name] for each in after]).sum(0) for name in one}
-        some = some or any(near(later[0][name], x / len(there), 1e-5) for name, x in totals.items())
+        some = some or any(
+            _spread([x[name] for x in later]) < 0.99 * _spread([x[name] for x in after]) for name in apart
+        )
         place, ranks = with_text(there[0].places, now[0].site), range(len(there))
         for name, total in totals.items():
             if near(later[0][name], total, 1e-5) and bool(total.any()):
@@ -987,3 +1042,9 @@ def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]
             )
             return True, [finding("GM209", said, place, None, ranks, left[0])]
     return some, []
+
+
+def _spread(values: Sequence[Tensor]) -> float:
+    """How far ranks' values are from their mean."""
+    every = torch.stack([x.detach().double() for x in values])
+    return float((every - every.mean(0)).norm())

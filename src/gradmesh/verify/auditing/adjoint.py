@@ -31,7 +31,6 @@ from gradmesh.verify.auditing.probes import (
     forward_only,
     leaves_of,
     mapped,
-    patterns_of,
 )
 from gradmesh.verify.auditing.readings import (
     Answer,
@@ -288,14 +287,10 @@ def _names(readings: Sequence[Reading]) -> str:
 def ask_all(
     case: Case, readings: Sequence[Reading], seed: int = 1, count: int = _PROBES, **changes: object
 ) -> dict[Pattern, Pairings]:
-    """First-order answers for every pattern that the readings need.
-
-    Raises:
-        ProbeError: the function does not return on every rank.
-    """
-    patterns = patterns_of(readings)
+    """First-order answers for every pattern that the readings need."""
+    patterns = list(dict.fromkeys(reading.pattern for reading in readings))
     probes = [case.probe(seed + n, pattern, **changes) for pattern in patterns for n in range(count)]
-    answers = case.first_order(probes)
+    answers = case.pool.answered(first_order, probes)
     return {p: Pairings(answers[i * count : (i + 1) * count], case.tolerance) for i, p in enumerate(patterns)}
 
 
@@ -372,19 +367,12 @@ KINDS_OF = ("second-order-raises", "second-order-wrong", "second-order-lost")
 
 @dataclass(frozen=True)
 class _Second:
-    """The outcome of double backward along a direction u.
+    """The outcome of double backward along a direction u."""
 
-    Attributes:
-        wanted: A u.
-        back: the gradient of <A* y, u> with respect to y.
-        kept: whether the gradient A* y requires grad.
-        arrived: whether `back` is not zero.
-    """
-
-    wanted: list[Tensor]
-    back: list[Tensor]
-    kept: bool
-    arrived: bool
+    wanted: list[Tensor]  # A u
+    back: list[Tensor]  # the gradient of <A* y, u> with respect to y
+    kept: bool  # whether the gradient A* y requires grad
+    arrived: bool  # whether `back` is not zero
 
 
 def second_order(case: Case) -> Iterator[Finding]:

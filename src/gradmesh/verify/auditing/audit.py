@@ -294,22 +294,7 @@ def audit_command(
     gloo: bool,
     as_json: bool,
 ) -> int:
-    """Audit each function, print what was found, and return the exit status.
-
-    Args:
-        targets: "module:function" or "file.py:function"; the `build` functions of `gradmesh.verify.audit`.
-        arrow: the intended reading; None: any usual one.
-        world_size: the number of ranks.
-        backend: their backend.
-        timeout: seconds for each call.
-        kinds: the kinds to report; empty: all.
-        isolate: whether thread ranks run in a separate process.
-        gloo: whether to also test functions that call torch.distributed on processes with Gloo.
-        as_json: whether to print one line of JSON per target instead of text.
-
-    Returns:
-        0 if every audit is `Audit.ok`, else `FOUND` or `NOT_RUN`.
-    """
+    """Audit each function, print what was found, and return the exit status."""
     status = 0
     for target in targets:
         try:
@@ -338,11 +323,7 @@ def audit_command(
 
 
 def named(target: str) -> Callable[..., Any]:
-    """Import the function that "module:function" or "file.py:function" names.
-
-    Raises:
-        ArgumentError: it cannot be imported, or is not callable.
-    """
+    """Import the function that "module:function" or "file.py:function" names."""
     where, _, name = target.rpartition(":")
     try:
         found: Any = _from_file(Path(where).resolve()) if where.endswith(".py") else _import(where)

@@ -203,9 +203,9 @@ def uninitialised(case: Case) -> Iterator[Finding]:
     This check runs first: uninitialized values change with each call and would disturb all other checks.
     """
     probe = Probe(1, point=Point(_STEP))
-    plain = case.first_order([probe])[0]
+    plain = case.pool.answered(first_order, [probe])[0]
     with _filled_with_nan(case):
-        ranks = case.first_order([probe])[0]
+        ranks = case.pool.answered(first_order, [probe])[0]
     case.line = next((answer.lines[0] for answer in ranks if answer.lines), case.line)
     yield from notes(case, [ranks])
     for what in ("result", "gradient"):
@@ -464,7 +464,7 @@ def _same_on(case: Case, pool: Pool, what: str, **options: object) -> Iterator[F
     """Compare with the function that `build` returns on other ranks, or with other keywords, on the same operands."""
     values = tuple(tuple(each.values) for each in case.pool.begin())
     probe = case.probe(1, point=case.point if case.linear else replace(case.point, rotated=values))
-    plain = case.first_order([probe])[0]
+    plain = case.pool.answered(first_order, [probe])[0]
     try:
         with pool.built_with(**options):
             ranks = pool.answered(first_order, [probe])[0]

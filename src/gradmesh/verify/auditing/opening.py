@@ -38,35 +38,16 @@ _NOISE = 32
 
 @dataclass(frozen=True)
 class _Linearity:
-    """Deviations from linearity on one rank: on integers and on reals.
+    """Deviations from linearity on one rank: on integers and on reals."""
 
-    Attributes:
-        whole: the deviation on integers.
-        real: the deviation on reals.
-        affine: whether the result at zero is not zero.
-        narrow: the dtype of a result that is narrower than the operands; "" if none is.
-    """
-
-    whole: float
-    real: float
-    affine: bool
-    narrow: str
+    whole: float  # the deviation on integers
+    real: float  # the deviation on reals
+    affine: bool  # whether the result at zero is not zero
+    narrow: str  # the dtype of a result that is narrower than the operands; "" if none is
 
 
 def accepts(case: Case, given: Sequence[torch.dtype]) -> bool:
-    """Determine whether the function accepts float64, and otherwise configure a narrower dtype.
-
-    Args:
-        case: the function; updated with the result.
-        given: the dtypes of the operands that `build` returned.
-
-    Returns:
-        Whether it needs a narrower dtype.
-
-    Raises:
-        ArgumentError: the function raises on the operands that `build` returned.
-        FunctionRaisedError: the ranks deadlock.
-    """
+    """Determine whether the function accepts float64, and otherwise configure a narrower dtype."""
     if _runs(case):
         return False
     narrow = max(given, key=lambda dtype: torch.finfo(dtype).bits).to_real()
@@ -78,17 +59,7 @@ def accepts(case: Case, given: Sequence[torch.dtype]) -> bool:
 
 
 def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
-    """Determine linearity, rounding, the point of differentiation and shapes, and store them in the case.
-
-    Args:
-        case: the function.
-        narrow: whether it needs a narrower dtype than float64.
-
-    Raises:
-        ArgumentError: the function returns different values at each call.
-        FunctionRaisedError: the ranks deadlock.
-        RanksLostError: a rank died or timed out.
-    """
+    """Determine linearity, rounding, the point of differentiation and shapes, and store them in the case."""
     _same_each_time(case)
     answers = [row[0] for row in case.pool.attempt(_how_linear, [Probe(11)])]
     found = [answer for answer in answers if not isinstance(answer, Failure)]
@@ -179,12 +150,7 @@ def _common(by_rank: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...
 
 
 def _called(case: Case) -> list[Answer]:
-    """Each rank's results on the operands that `build` returned.
-
-    Raises:
-        ArgumentError: the function raises on them.
-        FunctionRaisedError: the ranks deadlock.
-    """
+    """Each rank's results on the operands that `build` returned."""
     try:
         return case.pool.answered(_at_own_operands, [Probe(0)])[0]
     except FunctionRaisedError as error:

@@ -40,14 +40,9 @@ T = TypeVar("T")
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, seed: int, owner: int, *, whole: bool = False) -> Tensor:
-    """Random values: normally distributed, or integers that any floating-point dtype represents exactly.
+    """Random values: normally distributed, or `whole` ones that any floating-point dtype represents exactly.
 
-    Args:
-        shape: the shape.
-        dtype: a floating-point or complex dtype.
-        seed: different seeds give different values.
-        owner: the rank that owns them; for a replicated value all ranks pass the same number.
-        whole: draw small nonzero integers.
+    The owner is a rank, or the same number on every rank for a replicated value.
     """
     generator = torch.Generator(device="cpu").manual_seed(7919 * seed + 104729 * (owner + 1))
     size = (*shape, 2) if dtype.is_complex else tuple(shape)
@@ -72,10 +67,6 @@ def in_layout(x: Tensor, layout: str) -> Tensor | None:
     """A differentiable copy of a tensor in that layout, or None if its shape does not allow the layout.
 
     In an expanded layout the values are those of the first element or row.
-
-    Args:
-        x: the values, contiguous.
-        layout: a name in `LAYOUTS`.
     """
     if x.numel() < 2:
         return None
@@ -97,57 +88,35 @@ _COTANGENTS = 1000
 
 @dataclass(frozen=True)
 class Point:
-    """Where a nonlinear function is differentiated, and with which step.
+    """Where a nonlinear function is differentiated, and with which step."""
 
-    Attributes:
-        step: the step of central differences; 0 for a linear function, which is its own derivative.
-        shared: values of the operands that must be identical on every rank; for others each rank uses its own.
-        rotated: for each rank, operands that replace its own.
-        own: whether the point is the rank's own operands; False: it is zero.
-    """
-
-    step: float = 0.0
+    step: float = 0.0  # the step of central differences; 0 for a linear function, which is its own derivative
+    # values of the operands that must be identical on every rank; for others each rank uses its own
     shared: tuple[Tensor | None, ...] = ()
-    rotated: tuple[tuple[Tensor, ...], ...] = ()
-    own: bool = True
+    rotated: tuple[tuple[Tensor, ...], ...] = ()  # for each rank, operands that replace its own
+    own: bool = True  # whether the point is the rank's own operands; False: it is zero
 
 
 @dataclass(frozen=True)
 class Redrawn:
-    """A tensor for which ranks draw the values of other ranks.
+    """A tensor for which ranks draw the values of other ranks."""
 
-    Attributes:
-        of_result: whether it is the gradient of a result; False: an operand.
-        index: its index.
-        owners: for each rank, the rank whose values it draws; `OTHER_OWNER` for none of theirs.
-    """
-
-    of_result: bool
+    of_result: bool  # whether it is the gradient of a result; False: an operand
     index: int
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # for each rank, the rank whose values it draws; `OTHER_OWNER` for none of theirs
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One experiment: which operands and gradients to draw for a forward and backward run.
+    """One experiment: which operands and gradients to draw for a forward and backward run."""
 
-    Attributes:
-        seed: different seeds give different values.
-        alike: which operands are identical on every rank.
-        alike_out: which gradients of results are identical on every rank.
-        whole: whether values are small integers.
-        complex: whether to draw complex operands in place of real ones.
-        redrawn: an operand or a gradient for which ranks draw the values of other ranks.
-        point: where a nonlinear function is differentiated.
-    """
-
-    seed: int
-    alike: tuple[bool, ...] = ()
-    alike_out: tuple[bool, ...] = ()
-    whole: bool = False
-    complex: bool = False
-    redrawn: Redrawn | None = None
-    point: Point = field(default_factory=Point)
+    seed: int  # different seeds give different values
+    alike: tuple[bool, ...] = ()  # which operands are identical on every rank
+    alike_out: tuple[bool, ...] = ()  # which gradients of results are identical on every rank
+    whole: bool = False  # whether values are small integers
+    complex: bool = False  # whether to draw complex operands in place of real ones
+    redrawn: Redrawn | None = None  # an operand or a gradient for which ranks draw the values of other ranks
+    point: Point = field(default_factory=Point)  # where a nonlinear function is differentiated
 
 
 def configure(settings: Mapping[str, Any]) -> None:
@@ -279,16 +248,11 @@ def filled(results: Sequence[Tensor]) -> list[Tensor]:
 
 
 class ProbeError(Exception):
-    """The function did not return on every rank.
+    """The function did not return on every rank."""
 
-    Attributes:
-        kind: "aborts", "hangs" or "raises".
-        ranks: the ranks on which that was observed, if known.
-        failures: the exceptions of the ranks, by rank; empty if a rank died or timed out.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
+    kind: str  # "aborts", "hangs" or "raises"
+    ranks: tuple[int, ...]  # the ranks on which that was observed, if known
+    # the exceptions of the ranks, by rank; empty if a rank died or timed out
     failures: Mapping[int, Failure] = {}
 
     @property
@@ -308,13 +272,10 @@ class RanksLostError(ProbeError):
 
 
 class FunctionRaisedError(ProbeError):
-    """The function raised an exception, or ranks waited for others in vain.
-
-    Attributes:
-        first: the exception to show: preferably not from a rank that only waited for another one.
-    """
+    """The function raised an exception, or ranks waited for others in vain."""
 
     def __init__(self, failures: Mapping[int, Failure]) -> None:
+        # To show: preferably not from a rank that only waited for another one.
         rank, self.first = min(failures.items(), key=lambda item: item[1].waited)
         verb = "waits" if self.first.waited else "raises"
         text = re.sub(r"\s+", " ", self.first.first)
@@ -335,17 +296,7 @@ def accepted(build: Callable[..., Any], name: str) -> bool:
 
 
 class Pool:
-    """Ranks that hold a function and run probes on it; a context manager.
-
-    Args:
-        build: creates the function on each rank.
-        world_size: the number of participating ranks.
-        backend: as for `gradmesh.launch`.
-        timeout: seconds that one call may take.
-        options: keyword arguments for `build`.
-        outside: the number of additional, idle ranks with the lowest numbers; `build` then gets the group of the
-            participating ranks as `group=`.
-    """
+    """Ranks that hold a function and run probes on it; a context manager."""
 
     def __init__(
         self,
@@ -357,7 +308,7 @@ class Pool:
         outside: int = 0,
     ) -> None:
         self.size = world_size
-        self._outside = outside
+        self._outside = outside  # additional, idle ranks with the lowest numbers; `build` gets group=
         self.backend = backend
         self.settings: dict[str, Any] = {}
         self._build = build
@@ -368,12 +319,7 @@ class Pool:
         self._described: list[Described] = []
 
     def begin(self) -> list[Described]:
-        """Call `build` on the ranks, if they do not hold the function yet.
-
-        Raises:
-            ArgumentError: `build` does not return a function and its inputs.
-            RankError: `build` fails.
-        """
+        """Call `build` on the ranks, if they do not hold the function yet."""
         if not self._holds:
             try:
                 with _silent():
@@ -390,11 +336,7 @@ class Pool:
         return self._described
 
     def ask(self, question: Callable[..., T], *args: Any) -> list[T]:
-        """Call `question(*args)` on each participating rank and return the answers.
-
-        Raises:
-            RanksLostError: a rank died or timed out.
-        """
+        """Call `question(*args)` on each participating rank and return the answers."""
         self.begin()
         try:
             with _silent():
@@ -413,20 +355,11 @@ class Pool:
         return participating
 
     def attempt(self, run: Callable[..., T], probes: Sequence[Probe], *args: Any) -> list[list[T | Failure]]:
-        """Call `run(subject, probe, *args)` on each rank: for each rank, each probe's answer, up to an exception.
-
-        Raises:
-            RanksLostError: a rank died or timed out.
-        """
+        """Call `run(subject, probe, *args)` on each rank: for each rank, each probe's answer, up to an exception."""
         return self.ask(attempt, run, probes, *args)
 
     def answered(self, run: Callable[..., T], probes: Sequence[Probe], *args: Any) -> list[list[T]]:
-        """Call `run(subject, probe, *args)` on each rank: for each probe, each rank's answer.
-
-        Raises:
-            FunctionRaisedError: a rank raised.
-            RanksLostError: a rank died or timed out.
-        """
+        """Call `run(subject, probe, *args)` on each rank: for each probe, each rank's answer."""
         by_rank = self.attempt(run, probes, *args)
         if failed := _failures(by_rank):
             raise FunctionRaisedError(failed)
@@ -519,47 +452,29 @@ def _silent() -> Iterator[None]:
 
 @dataclass
 class Case:
-    """The function under audit.
+    """The function under audit."""
 
-    Attributes:
-        pool: the ranks.
-        linear: whether it is linear.
-        tolerance: the relative difference up to which two numbers count as equal.
-        whole: whether to draw integers, because the function rounds other values.
-        point: where to differentiate it, if it is not linear.
-        shapes: the shape of each operand; None where it differs between ranks.
-        out_shapes: the shape of each result; None where it differs between ranks.
-        readings: the readings that hold.
-        arrows: the strongest of them.
-        arrow: the requested reading, as text; None: any.
-        name: the function's name.
-        gloo: whether to also test functions that call torch.distributed on processes with Gloo.
-        assumes: the conditions under which the gradient is correct.
-        left_out: kinds that could not be checked, with the reason.
-        unchecked: why nothing can be checked; empty otherwise.
-        pairings: the first-order answers and their inner products, by pattern.
-        line: "file:line" for findings about backward.
-        forward_line: "file:line" for findings about forward.
-    """
-
-    pool: Pool
-    linear: bool = True
-    tolerance: float = 1e-9
-    whole: bool = False
-    point: Point = field(default_factory=Point)
+    pool: Pool  # the ranks
+    linear: bool = True  # whether it is linear
+    tolerance: float = 1e-9  # the relative difference up to which two numbers count as equal
+    whole: bool = False  # whether to draw integers, because the function rounds other values
+    point: Point = field(default_factory=Point)  # where to differentiate it, if it is not linear
+    # the shape of each operand; None where it differs between ranks
     shapes: list[tuple[int, ...] | None] = field(default_factory=list)
+    # the shape of each result; None where it differs between ranks
     out_shapes: list[tuple[int, ...] | None] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
-    arrows: list[Reading] = field(default_factory=list)
-    arrow: str | None = None
-    name: str = ""
-    gloo: bool = True
-    assumes: tuple[str, ...] = ()
-    left_out: dict[str, str] = field(default_factory=dict)
-    unchecked: str = ""
+    readings: list[Reading] = field(default_factory=list)  # the readings that hold
+    arrows: list[Reading] = field(default_factory=list)  # the strongest of them
+    arrow: str | None = None  # the requested reading, as text; None: any
+    name: str = ""  # the function's name
+    gloo: bool = True  # whether to also test functions that call torch.distributed on processes with Gloo
+    assumes: tuple[str, ...] = ()  # the conditions under which the gradient is correct
+    left_out: dict[str, str] = field(default_factory=dict)  # kinds that could not be checked, with the reason
+    unchecked: str = ""  # why nothing can be checked; empty otherwise
+    # the first-order answers and their inner products, by pattern
     pairings: dict[Pattern, Pairings] = field(default_factory=dict)
-    line: str | None = None
-    forward_line: str | None = None
+    line: str | None = None  # "file:line" for findings about backward
+    forward_line: str | None = None  # "file:line" for findings about forward
 
     def probe(self, seed: int, pattern: Pattern | None = None, **changes: object) -> Probe:
         """A probe of this function."""
@@ -567,23 +482,9 @@ class Case:
         made = Probe(seed, alike, alike_out, self.whole, point=self.point)
         return replace(made, **changes)  # type: ignore[arg-type]
 
-    def first_order(self, probes: Sequence[Probe]) -> list[list[Answer]]:
-        """For each probe, each rank's answer.
-
-        Raises:
-            FunctionRaisedError: a rank raised.
-            RanksLostError: a rank died or timed out.
-        """
-        return self.pool.answered(first_order, probes)
-
     def failure(self, kind: str, error: ProbeError, what: str) -> Finding:
         """The finding that the function raised, crashed or hung."""
         if isinstance(error, FunctionRaisedError):
             return Finding(kind, f"{what}: {error}", error.ranks, error.first.line or self.line)
         verb = "the process exits" if error.kind == "aborts" else "the call hangs"
         return Finding(kind, f"{what}: {verb}: {error}", error.ranks, self.line)
-
-
-def patterns_of(readings: Sequence[Reading]) -> list[Pattern]:
-    """The distinct patterns of the readings."""
-    return list(dict.fromkeys(reading.pattern for reading in readings))

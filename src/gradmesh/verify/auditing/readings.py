@@ -38,24 +38,18 @@ Values = Sequence[Sequence[Tensor]]
 
 @dataclass
 class Answer:
-    """The outcome of a probe on one rank.
+    """The outcome of a probe on one rank."""
 
-    Attributes:
-        operands: the drawn operands, or directions for a nonlinear function.
-        results: the results, or the derivative along those directions.
-        cotangents: the drawn gradients of the results.
-        gradients: the gradients of the operands; zeros in place of None.
-        reached: whether any gradient was not None.
-        notes: forbidden writes and shared memory: kind, text and line.
-        lines: "file:line" of the backward of each autograd Function in the graph.
-    """
-
+    # the drawn operands, or directions for a nonlinear function
     operands: list[Tensor] = field(default_factory=list)
+    # the results, or the derivative along those directions
     results: list[Tensor] = field(default_factory=list)
-    cotangents: list[Tensor] = field(default_factory=list)
+    cotangents: list[Tensor] = field(default_factory=list)  # the drawn gradients of the results
+    # the gradients of the operands; zeros in place of None
     gradients: list[Tensor] = field(default_factory=list)
-    reached: bool = False
-    notes: list[Note] = field(default_factory=list)
+    reached: bool = False  # whether any gradient was not None
+    notes: list[Note] = field(default_factory=list)  # forbidden writes and shared memory: kind, text and line
+    # "file:line" of the backward of each autograd Function in the graph
     lines: list[str] = field(default_factory=list)
 
 
@@ -94,12 +88,7 @@ def _joined(types: tuple[Type, ...]) -> str:
 def all_readings(
     operands: Sequence[Sequence[int] | None], results: Sequence[Sequence[int] | None]
 ) -> list[Reading]:
-    """Every reading of a map.
-
-    Args:
-        operands: the shape of each operand, or None if it differs between ranks, so that only V is possible.
-        results: the same for each result.
-    """
+    """Every reading of a map; a shape is None if it differs between ranks, so that only V is possible."""
     src = [(V, R, P, I) if shape is not None else (V,) for shape in operands]
     dst = [(V, R, P, I) if shape is not None else (V,) for shape in results]
     if all_tried(operands, results):
@@ -191,13 +180,7 @@ def largest_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 def ranks_apart(
     ones: Iterable[Sequence[Tensor]], others: Iterable[Sequence[Tensor]], tolerance: float
 ) -> tuple[int, ...]:
-    """The ranks whose tensors differ.
-
-    Args:
-        ones: each rank's tensors.
-        others: each rank's tensors to compare with.
-        tolerance: the largest relative difference that does not count.
-    """
+    """The ranks whose tensors differ."""
     pairs = enumerate(zip(ones, others, strict=True))
     return tuple(rank for rank, pair in pairs if largest_distance(*pair) > tolerance)
 
@@ -221,12 +204,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 class Pairings:
-    """The inner products of the probes of one pattern, computed once for all of its readings.
-
-    Args:
-        probes: for each probe, each rank's answer.
-        tolerance: the relative difference up to which values on different ranks count as equal.
-    """
+    """The inner products of the probes of one pattern, computed once for all of its readings."""
 
     def __init__(self, probes: Sequence[Sequence[Answer]], tolerance: float) -> None:
         self.probes = probes

@@ -47,29 +47,19 @@ _of_this_rank = threading.local()
 
 @dataclass
 class Subject:
-    """A function under audit, on one rank.
+    """A function under audit, on one rank."""
 
-    Attributes:
-        fn: the function.
-        arguments: its arguments, as `build` returned them.
-        inputs: the tensors in `arguments`.
-        operands: the indices of the inputs to differentiate.
-        rank: this rank's index among the participating ranks.
-        change: returns a context manager that changes program state, to see whether the gradient changes with it.
-        dtype: the dtype of drawn operands; complex ones use the complex dtype of that width.
-        ordered: whether the function must be called inside `gradmesh.ordered()`.
-        kept: values that one probe stores for the next.
-    """
-
-    fn: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    operands: tuple[int, ...]
-    rank: int
+    fn: Callable[..., Any]  # the function
+    arguments: tuple[Any, ...]  # its arguments, as `build` returned them
+    inputs: tuple[Any, ...]  # the tensors in `arguments`
+    operands: tuple[int, ...]  # the indices of the inputs to differentiate
+    rank: int  # this rank's index among the participating ranks
+    # returns a context manager that changes program state, to see whether the gradient changes with it
     change: Callable[[], contextlib.AbstractContextManager[object]] | None = None
+    # the dtype of drawn operands; complex ones use the complex dtype of that width
     dtype: torch.dtype = torch.float64
-    ordered: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)
+    ordered: bool = False  # whether the function must be called inside `gradmesh.ordered()`
+    kept: dict[str, Any] = field(default_factory=dict)  # values that one probe stores for the next
 
     def operand_dtype(self, index: int, complex_too: bool = False) -> torch.dtype:
         """The dtype in which to draw an operand."""
@@ -100,13 +90,7 @@ class Subject:
     def differentiated(
         self, leaves: list[Tensor], given: list[Tensor] | None = None, in_order: bool = False
     ) -> Iterator[Graph]:
-        """Call the function for a backward inside of the block.
-
-        Args:
-            leaves: the tensors to differentiate by.
-            given: the operands to pass, computed from the leaves; None: copies of them.
-            in_order: call it inside `gradmesh.ordered()`, also if it does not require that.
-        """
+        """Call the function, on `given` or copies of the leaves, for a backward inside of the block."""
         with ordered() if self.ordered or in_order else contextlib.nullcontext() as order:
             leaves = [x.requires_grad_() for x in leaves]
             # not leaves, so that in-place writes are allowed
@@ -116,19 +100,12 @@ class Subject:
 
 @dataclass
 class Graph:
-    """A call of the function with its graph.
+    """A call of the function with its graph."""
 
-    Attributes:
-        leaves: the tensors to differentiate by.
-        given: the operands of the call.
-        results: its results.
-        order: the block of `gradmesh.ordered()` that it runs in, if any.
-    """
-
-    leaves: list[Tensor]
-    given: list[Tensor]
+    leaves: list[Tensor]  # the tensors to differentiate by
+    given: list[Tensor]  # the operands of the call
     results: list[Tensor]
-    order: Order | None
+    order: Order | None  # the block of `gradmesh.ordered()` that it runs in, if any
 
     def backward(self, gradients: Sequence[Tensor], **options: bool) -> list[Tensor | None]:
         """The gradients of the leaves; None where there is none."""
@@ -178,42 +155,25 @@ def dense(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[
 
 @dataclass(frozen=True)
 class Described:
-    """A rank's description of the function, from which the caller plans the probes.
+    """A rank's description of the function, from which the caller plans the probes."""
 
-    Attributes:
-        name: the function's name.
-        line: "file:line" of its definition.
-        values: the operands that `build` returned.
-        can_change: whether `build` returned a `change`.
-        has_parameters: whether it is a module with trainable parameters, which are not operands.
-    """
-
-    name: str
-    line: str | None
-    values: list[Tensor]
-    can_change: bool
-    has_parameters: bool = False
+    name: str  # the function's name
+    line: str | None  # "file:line" of its definition
+    values: list[Tensor]  # the operands that `build` returned
+    can_change: bool  # whether `build` returned a `change`
+    has_parameters: bool = False  # whether it is a module with trainable parameters, which are not operands
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on one rank.
+    """An exception on one rank."""
 
-    Attributes:
-        stage: "forward" or "backward".
-        kind: the name of the exception's class.
-        text: its message.
-        line: the innermost line outside of torch and gradmesh.
-        waited: whether it only reports that other ranks failed or did not make the call.
-        order: whether its message recommends `gradmesh.ordered()`.
-    """
-
-    stage: str
-    kind: str
-    text: str
-    line: str | None
-    waited: bool
-    order: bool = False
+    stage: str  # "forward" or "backward"
+    kind: str  # the name of the exception's class
+    text: str  # its message
+    line: str | None  # the innermost line outside of torch and gradmesh
+    waited: bool  # whether it only reports that other ranks failed or did not make the call
+    order: bool = False  # whether its message recommends `gradmesh.ordered()`
 
     @property
     def first(self) -> str:
@@ -222,11 +182,7 @@ class Failure:
 
 
 def set_subject(build: Callable[..., Any], options: dict[str, Any], rank: int) -> Described:
-    """Call `build` on this rank and store the result.
-
-    Raises:
-        ArgumentError: it does not return a function and its inputs.
-    """
+    """Call `build` on this rank and store the result."""
     made = build(**options)
     if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
         raise _unusable("build() must return a function and its inputs", repr(made)[:200])
@@ -372,21 +328,13 @@ _changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 
 @dataclass(frozen=True, eq=False)
 class Switch:
-    """One switch.
+    """One switch."""
 
-    Attributes:
-        holder: the module globals, object, class or dict that contains it.
-        name: its name or key.
-        where: its location, as text.
-        value: its current value.
-        other: an alternative value.
-    """
-
-    holder: Any
-    name: str
-    where: str
-    value: Any
-    other: Any
+    holder: Any  # the module globals, object, class or dict that contains it
+    name: str  # its name or key
+    where: str  # its location, as text
+    value: Any  # its current value
+    other: Any  # an alternative value
 
     def __str__(self) -> str:
         return f"{self.where} = {self.other!r} instead of {self.value!r}"
@@ -588,14 +536,10 @@ def shared(given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Note]:
 
 
 class Watch:
-    """Compares the incoming gradients of the autograd Functions in a graph before and after their backward.
-
-    Attributes:
-        lines: "file:line" of the backward of each Function.
-    """
+    """Compares the incoming gradients of the autograd Functions in a graph before and after their backward."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # "file:line" of the backward of each Function
         self._handed: list[tuple[str, str, Tensor, Tensor]] = []
         for node in nodes(results):
             line = backward_line(node)

@@ -10,19 +10,3 @@ ranks; `Shard` how a tensor is partitioned across them.
 * `calls`: the collectives of a run, and runs with one collective's gradient modified
 * `diagnosis`: the cause of wrong gradients: hypotheses that predict them, and collectives whose change corrects them
 """
-
-from gradmesh.verify.gradients.gradcheck import gradcheck
-from gradmesh.verify.gradients.inputs import Input, Shard
-from gradmesh.verify.gradients.report import Entry, GradcheckReport
-from gradmesh.verify.gradients.same_as_single import Deviation, SingleReport, same_as_single
-
-__all__ = [
-    "Deviation",
-    "Entry",
-    "GradcheckReport",
-    "Input",
-    "Shard",
-    "SingleReport",
-    "gradcheck",
-    "same_as_single",
-]

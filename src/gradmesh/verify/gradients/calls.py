@@ -2,7 +2,7 @@
 
 `CallRecorder` uses the interpreter's profile function, which receives each call of torch.distributed, of gradmesh's
 verbs and of `Function.apply` on its thread, however the names were imported and whatever the backend is. It records
-call sites and the graph nodes of autograd Functions. A `Change` modifies the gradient that a graph node returns, on
+call sites and the graph nodes of autograd Functions. `At` modifies the gradient that a graph node returns, on
 every rank; or, for a torch.distributed collective outside of Functions, the gradient of the tensor that it wrote.
 """
 
@@ -58,8 +58,6 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, errors.__file__)
 )
 _CODES = _codes()
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""The code of `Function.apply`; None if it is in C++, as from torch 2.15 on."""
 
 
 def is_raw(code: CodeType) -> bool:
@@ -69,43 +67,33 @@ def is_raw(code: CodeType) -> bool:
 
 @dataclass(eq=False)
 class Called:
-    """One call of a collective.
+    """One call of a collective."""
 
-    Attributes:
-        op: the collective's name.
-        site: the call site.
-        inside: the number of the Function in whose forward or backward it ran; None: outside of Functions.
-        backward: whether it ran in a backward pass.
-        handed_grad: whether a tensor argument requires grad.
-        tensors: its tensor arguments by parameter name, if it ran outside of Functions.
-    """
-
-    op: str
-    site: Site
+    op: str  # the collective's name
+    site: Site  # the call site
+    # the number of the Function in whose forward or backward it ran; None: outside of Functions
     inside: int | None
-    backward: bool
-    handed_grad: bool
+    backward: bool  # whether it ran in a backward pass
+    handed_grad: bool  # whether a tensor argument requires grad
+    # its tensor arguments by parameter name, if it ran outside of Functions
     tensors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """Its name and call site; identical on every rank."""
+        return f"{self.op} {show_site(self.site)}"
 
 
 @dataclass(eq=False)
 class Node:
-    """One application of an autograd Function, with its graph node.
+    """One application of an autograd Function, with its graph node."""
 
-    Attributes:
-        number: its index in the run.
-        name: the Function's name.
-        site: the line that applies it.
-        node: the graph node.
-        ours: whether the Function belongs to gradmesh.
-        collective: whether it may be at fault: collectives ran in its forward or backward, or it is user code.
-    """
-
-    number: int
-    name: str
-    site: Site
-    node: Any
-    ours: bool
+    number: int  # its index in the run
+    name: str  # the Function's name
+    site: Site  # the line that applies it
+    node: Any  # the graph node
+    ours: bool  # whether the Function belongs to gradmesh
+    # whether it may be at fault: collectives ran in its forward or backward, or it is user code
     collective: bool = False
 
     @property
@@ -114,24 +102,10 @@ class Node:
         return f"{self.name} {show_site(self.site)}"
 
 
-class Change:
-    """A modification of a run, to see its effect on the gradients."""
-
-    def node(self, node: Node) -> None:
-        """Called after a Function was applied and added to the graph."""
-
-    def returned(self, called: Called) -> None:
-        """Called after a torch.distributed collective outside of Functions has returned."""
-
-
 class CallRecorder:
-    """Records collectives and Functions on this thread while inside `recording()`.
+    """Records collectives and Functions on this thread while inside `recording()`."""
 
-    Args:
-        change: a modification to apply to the run.
-    """
-
-    def __init__(self, change: Change | None = None) -> None:
+    def __init__(self, change: At | None = None) -> None:
         self._change = change
         self.called: list[Called] = []
         self.nodes: list[Node] = []
@@ -154,16 +128,12 @@ class CallRecorder:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return"):
-            if _APPLY is None and _applies(arg):
-                self._apply_in_c(event, arg.__self__)
+            if _applies(arg):
+                self._apply(event, arg.__self__)
             return
         if event == "call" and self._contexts and self._contexts[-1] is None:
             self._contexts[-1] = next((x for x in frame.f_locals.values() if isinstance(x, _CONTEXT)), None)
-        code = frame.f_code
-        if code is _APPLY:
-            self._apply(frame, event, arg)
-            return
-        op = _CODES.get(code)
+        op = _CODES.get(frame.f_code)
         if op is None:
             return
         if event == "return":
@@ -210,8 +180,8 @@ class CallRecorder:
         if backward and inside is not None:
             self.nodes[inside].collective = True
 
-    def _apply_in_c(self, event: str, cls: type) -> None:
-        """As `_apply`, for C++, which does not expose the result: the node is the `ctx` of the Function's methods."""
+    def _apply(self, event: str, cls: type) -> None:
+        """A Function is applied in C++, which does not expose the result: the node is the `ctx` of its methods."""
         if event == "c_call":
             self._applying.append(object())
             self._contexts.append(None)
@@ -221,24 +191,9 @@ class CallRecorder:
         inner = self._pending.pop(id(self._applying.pop()), [])
         node = self._contexts.pop()
         in_graph = node is not None and any(to is not None for to, _ in node.next_functions)
+        # Inside another Function's forward nothing is recorded.
         if in_graph and not in_backward() and (inner or not self._applying):
             self._node(node, cls, inner)
-
-    def _apply(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call":
-            self._applying.append(frame)
-            return
-        if not self._applying or self._applying[-1] is not frame:
-            return
-        self._applying.pop()
-        inner = self._pending.pop(id(frame), [])
-        nodes = {x.grad_fn for x in _tensors(arg) if x.grad_fn is not None}
-        cls = frame.f_locals.get("cls")
-        if len(nodes) != 1 or in_backward() or cls is None:
-            return
-        if self._applying and not inner:  # inside another Function's forward, where nothing is recorded
-            return
-        self._node(nodes.pop(), cls, inner)
 
     def _node(self, node: Any, cls: type, inner: list[Called]) -> None:
         number = len(self.nodes)
@@ -281,7 +236,7 @@ def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
     if not isinstance(source, Tensor) or source.requires_grad:
         return source if isinstance(source, Tensor) else None
     caller = frame.f_back
-    while caller is not None and not is_outside(caller.f_code):
+    while caller is not None and caller.f_code.co_filename.startswith(_LIBRARIES):
         caller = caller.f_back
     for x in [] if caller is None else caller.f_locals.values():
         if not isinstance(x, Tensor) or not x.requires_grad or x.shape != source.shape:
@@ -289,11 +244,6 @@ def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
         if x.data_ptr() == source.data_ptr():
             return x
     return source
-
-
-def is_outside(code: CodeType) -> bool:
-    """Whether code is neither torch's nor gradmesh's."""
-    return not code.co_filename.startswith(_LIBRARIES)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -322,53 +272,36 @@ class Place:
 
 @dataclass(frozen=True)
 class Local:
-    """The gradient that a gather returned on this rank, and its replacement.
+    """The gradient that a gather returned on this rank, and its replacement."""
 
-    Attributes:
-        got: the returned gradient.
-        want: the local slice of the sum over ranks of the incoming gradients.
-        terms: the local slice of each rank's incoming gradient.
-    """
-
-    got: Tensor
-    want: Tensor
-    terms: Tensor
+    got: Tensor  # the returned gradient
+    want: Tensor  # the local slice of the sum over ranks of the incoming gradients
+    terms: Tensor  # the local slice of each rank's incoming gradient
 
 
-class Places:
-    """Counts nodes and calls with the same text."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-
-    def of(self, text: str) -> Place:
-        """The next place with that text."""
-        self._seen[text] += 1
-        return Place(text, self._seen[text])
+def _next_place(seen: Counter[str], text: str) -> Place:
+    """The next place with that text."""
+    seen[text] += 1
+    return Place(text, seen[text])
 
 
-def raw_text(called: Called) -> str:
-    """The name and call site of a torch.distributed collective."""
-    return f"{called.op} {show_site(called.site)}"
-
-
-class At(Change):
-    """A change at one place."""
+class At:
+    """A modification at one place of a run, to see its effect on the gradients."""
 
     def __init__(self, place: Place, how: str, only: int | None) -> None:
         self.place, self.how, self.only = place, how, only
-        self._nodes, self._raw = Places(), Places()
+        self._nodes, self._raw = Counter[str](), Counter[str]()
         self.local: Local | None = None
         self._gathered: tuple[list[Tensor], Tensor] | None = None
 
     def node(self, node: Node) -> None:
-        """Hook the node if it is at the place."""
-        if self._nodes.of(node.text) == self.place and self.only in (None, dist.get_rank()):
+        """Hook the node if it is at the place, after its Function was added to the graph."""
+        if _next_place(self._nodes, node.text) == self.place and self.only in (None, dist.get_rank()):
             node.node.register_hook(self._changed)
 
     def returned(self, called: Called) -> None:
-        """Hook the collective's output if it is at the place."""
-        if self._raw.of(raw_text(called)) != self.place:
+        """Hook the output of a torch.distributed collective outside of Functions if it is at the place."""
+        if _next_place(self._raw, called.text) != self.place:
             return
         handed = called.tensors
         if self.how == SUM and isinstance(x := handed.get("tensor"), Tensor):
@@ -429,9 +362,7 @@ def _alike(grads: tuple[Tensor | None, ...]) -> bool:
 def _parts(mine: Tensor | None, given: list[Tensor]) -> Tensor | None:
     """The local slice of each rank's incoming gradient, stacked; None if the op is not a gather.
 
-    Args:
-        mine: the returned gradient, which has the shape of the local shard.
-        given: the incoming gradients: one full tensor, or one tensor per rank.
+    The incoming gradients are one full tensor, or one tensor per rank.
     """
     received = exchanged((None if mine is None else tuple(mine.shape), [g.detach() for g in given]))
     shapes = [shape for shape, _ in received]
@@ -468,23 +399,14 @@ _MOST = 24
 
 @dataclass(frozen=True)
 class Found:
-    """A collective in a recorded run.
-
-    Attributes:
-        place: its place.
-        ours: whether it is a gradmesh verb.
-        raw: whether it is a torch.distributed collective outside of Functions.
-        handed_grad: whether an argument of a raw collective requires grad.
-        inside: the collectives in its forward and backward, with their call sites.
-        back: whether a collective ran in its backward.
-    """
+    """A collective in a recorded run."""
 
     place: Place
-    ours: bool
-    raw: bool
-    handed_grad: bool
-    inside: tuple[str, ...]
-    back: bool
+    ours: bool  # whether it is a gradmesh verb
+    raw: bool  # whether it is a torch.distributed collective outside of Functions
+    handed_grad: bool  # whether an argument of a raw collective requires grad
+    inside: tuple[str, ...]  # the collectives in its forward and backward, with their call sites
+    back: bool  # whether a collective ran in its backward
 
 
 @dataclass
@@ -510,14 +432,7 @@ class Trials:
 def investigate(
     fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options, one_by_one: bool = False
 ) -> Trials:
-    """Record a run, and run again with each collective's gradient changed.
-
-    Args:
-        fn: the program.
-        inputs: returns each rank's inputs.
-        options: the options of the check.
-        one_by_one: scale it on one rank at a time instead of on all ranks at once.
-    """
+    """Record a run, and run again with each collective's gradient changed, on all ranks or on one at a time."""
     program, _, _ = prepared(fn, inputs, options)
     result = Trials()
     try:
@@ -532,7 +447,7 @@ def investigate(
             if one_by_one:
                 ways = [] if found.raw else [(DOUBLE, only) for only in range(dist.get_world_size())]
             else:
-                everywhere = _raw_everywhere(place, everyones)
+                everywhere = all(any(f.place == place and f.raw for f in ranks) for ranks, _ in everyones)
                 tried = _ways(found, same_order and place in ran, complex_leaf, everywhere)
                 ways = [(how, None) for how in tried]
             for how, only in ways:
@@ -557,14 +472,10 @@ def _ways(found: Found, alike: bool, complex_leaf: bool, everywhere: bool) -> li
     return [DOUBLE, *conjugate, *([PART, SUM, *further] if alike else [])]
 
 
-def _raw_everywhere(place: Place, everyones: list[tuple[list[Found], list[Place]]]) -> bool:
-    return all(any(found.place == place and found.raw for found in ranks) for ranks, _ in everyones)
-
-
 def _seen(recorder: CallRecorder) -> tuple[list[Found], list[Place]]:
-    places, result, by_number = Places(), [], {}
+    seen, raw, result, by_number = Counter[str](), Counter[str](), [], {}
     for node in recorder.nodes:
-        place = by_number[node.number] = places.of(node.text)
+        place = by_number[node.number] = _next_place(seen, node.text)
         if not node.collective:
             continue
         inner = [called for called in recorder.called if called.inside == node.number]
@@ -574,9 +485,8 @@ def _seen(recorder: CallRecorder) -> tuple[list[Found], list[Place]]:
         )
         back = any(called.backward for called in inner)
         result.append(Found(place, node.ours, False, False, () if node.ours else tuple(lines), back))
-    raw = Places()
     for called in recorder.raw:
-        result.append(Found(raw.of(raw_text(called)), False, True, called.handed_grad, (), False))
+        result.append(Found(_next_place(raw, called.text), False, True, called.handed_grad, (), False))
     return result, [by_number[number] for number in recorder.ran]
 
 

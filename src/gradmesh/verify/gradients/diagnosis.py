@@ -34,27 +34,17 @@ from gradmesh.verify.laws import as_real
 
 @dataclass(frozen=True)
 class Case:
-    """A leaf on a rank.
+    """A leaf on a rank."""
 
-    Attributes:
-        name: the leaf.
-        type: its type over the ranks.
-        rank: the rank.
-        got: its gradient along each direction.
-        conjugate: the conjugate of its gradient along each direction; None for real leaves.
-        want: the derivative of the objective along each direction.
-        terms: the derivative of each rank's loss along each direction; None for a replicated objective.
-        allowed: the tolerance, from rounding.
-    """
-
-    name: str
-    type: Type
+    name: str  # the leaf
+    type: Type  # its type over the ranks
     rank: int
-    got: Tensor
-    conjugate: Tensor | None
-    want: Tensor
+    got: Tensor  # its gradient along each direction
+    conjugate: Tensor | None  # the conjugate of its gradient along each direction; None for real leaves
+    want: Tensor  # the derivative of the objective along each direction
+    # the derivative of each rank's loss along each direction; None for a replicated objective
     terms: Tensor | None
-    allowed: Tensor
+    allowed: Tensor  # the tolerance, from rounding
 
     def is_(self, predicted: Tensor, factor: float = 1.0) -> bool:
         """Whether the gradient equals a prediction, which scales the tolerance if it contains a factor."""
@@ -84,13 +74,7 @@ class Fit:
 
 
 class Cases:
-    """All cases of the leaves with wrong gradients.
-
-    Args:
-        cases: all cases.
-        ranks: the number of ranks.
-        counts: the number of rows of each rank, if they differ.
-    """
+    """All cases of the leaves with wrong gradients."""
 
     def __init__(self, cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> None:
         wrong = {case.name for case in cases if not case.right}
@@ -175,7 +159,11 @@ def _no_gradient(of: Cases) -> Fit | None:
         return Fit(
             ZERO_GRAD, "the gradient is None or zero on every rank: the graph from the loss is interrupted"
         )
-    unused = [case.rank for case in of.bad if case.terms is not None and _small(case, case.terms[case.rank])]
+    unused = [
+        case.rank
+        for case in of.bad
+        if case.terms is not None and bool((case.terms[case.rank].abs() <= case.allowed).all())
+    ]
     whose = ", whose losses do not depend on it" if len(unused) == len(of.bad) else ""
     return Fit(
         DROPPED,
@@ -334,10 +322,6 @@ def _scaled_by_rank(of: Cases) -> Fit | None:
     return Fit(SCALED, f"each gradient has a factor that depends on the rank: {shown}")
 
 
-def _small(case: Case, x: Tensor) -> bool:
-    return bool((x.abs() <= case.allowed).all())
-
-
 def _listed(ranks: object) -> str:
     return ", ".join(map(str, sorted(set(ranks))))  # type: ignore[call-overload]
 
@@ -387,16 +371,7 @@ def suspects(
     options: Options,
     rows: Sequence[int] | None,
 ) -> None:
-    """Add the collectives that may be at fault to a diagnosis, and refine its hypothesis.
-
-    Args:
-        diagnosis: the diagnosis from the gradients only.
-        run: runs a function on every rank.
-        found: the measurements.
-        known: the finite differences.
-        options: the options of the check.
-        rows: each rank's number of rows, if they differ.
-    """
+    """Add the collectives that may be at fault to a diagnosis, and refine its hypothesis."""
     vectors = _Vectors(found, known, options)
     trials: list[Trials] = run(investigate, options)
     places = {each.place: each for rank in trials for each in rank.found}
@@ -406,7 +381,13 @@ def suspects(
         fixes = _fixes(run(investigate, options, True), vectors, places, together=len(found))
     # Several changes may fix them: prefer user code over gradmesh, what is not the exact adjoint, and simple changes.
     exact = {first.place for at, first in enumerate(trials[0].tried) if _is_adjoint(trials, at)}
-    fixes.sort(key=lambda each: (each.found.ours, each.found.place in exact, _complexity(each.how)))
+    fixes.sort(
+        key=lambda each: (
+            each.found.ours,
+            each.found.place in exact,
+            _COMPLEXITY.get(each.how, len(_COMPLEXITY)),
+        )
+    )
     for each in fixes:
         text = each.found.place.text
         if all(suspect.call != text for suspect in diagnosis.suspects):
@@ -435,11 +416,7 @@ def _fixes(trials: list[Trials], vectors: _Vectors, places: dict[Place, Found], 
     return result
 
 
-_SIMPLE_FIRST = [DOUBLE, GATHERED, PART, SUM, CONJ]
-
-
-def _complexity(how: str) -> int:
-    return _SIMPLE_FIRST.index(how) if how in _SIMPLE_FIRST else len(_SIMPLE_FIRST)
+_COMPLEXITY = {DOUBLE: 0, GATHERED: 1, PART: 2, SUM: 3, CONJ: 4}
 
 
 class _Vectors:
@@ -479,9 +456,7 @@ class _Vectors:
     ) -> list[float] | None:
         """The factors of the changes that make every gradient correct; None if there are none.
 
-        Args:
-            gradients: for each change, each rank's gradients.
-            by_factor: whether the change doubled a gradient, so that other factors can be extrapolated.
+        With `by_factor` the changes doubled a gradient, so that other factors can be extrapolated.
         """
         changed = [self.changed(each) for each in gradients]
         if not by_factor:
@@ -604,12 +579,7 @@ _DIRECTIONS = 6
 
 
 def diagnosed(run: Run, options: Options) -> Diagnosis:
-    """Explain why first-order gradients are wrong.
-
-    Args:
-        run: runs a function on every rank.
-        options: the options of the failed check.
-    """
+    """Explain why first-order gradients are wrong."""
     split = options.objective != "replicated"
     closer = dataclasses.replace(
         options, order=1, forward=False, split=split, directions=max(_DIRECTIONS, options.directions)

@@ -23,12 +23,12 @@ from gradmesh.types import Type
 
 InputType = Type | None | Mapping[str, Type | None]
 
-_DOUBLE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex64: torch.complex128,
-}
+
+def doubled(x: Tensor) -> Tensor:
+    """A floating-point or complex tensor in double precision; any other tensor as it is."""
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,14 @@ class Input:
 
 @dataclass
 class Leaf:
-    """One tensor that is differentiated.
+    """One tensor that is differentiated."""
 
-    Attributes:
-        name: its name in reports.
-        type: its type over the ranks.
-        base: its value.
-        parameter: the module's parameter that holds it and is written in place; None: it is passed as an argument.
-        current: the tensor of the last call, whose `.grad` is read.
-    """
-
-    name: str
-    type: Type
-    base: Tensor
+    name: str  # its name in reports
+    type: Type  # its type over the ranks
+    base: Tensor  # its value
+    # the module's parameter that holds it and is written in place; None: it is passed as an argument
     parameter: Tensor | None = None
-    current: Tensor | None = None
+    current: Tensor | None = None  # the tensor of the last call, whose `.grad` is read
 
     def renew(self, offset: Tensor | None) -> Tensor:
         """The leaf for another call, shifted by `offset`."""
@@ -100,14 +93,7 @@ def local_gradient(of: Tensor, grad: Tensor | None) -> Tensor | None:
 
 
 class RankInputs:
-    """The inputs of one rank.
-
-    Args:
-        given: the value of the caller's `inputs` for this rank.
-
-    Raises:
-        DTypeError: a parameter of a module is not in double precision.
-    """
+    """The inputs of one rank."""
 
     def __init__(self, given: object) -> None:
         self.leaves: dict[str, Leaf] = {}
@@ -187,7 +173,7 @@ class RankInputs:
         return x
 
     def _tensor(self, x: Tensor, name: str, kind: Type | None) -> Any:
-        value = x.detach().to(_DOUBLE.get(x.dtype, x.dtype)).clone()
+        value = doubled(x.detach()).clone()
         if kind is None or not (x.is_floating_point() or x.is_complex()):
             return value
         self.leaves[name] = Leaf(name, kind, value)
@@ -250,11 +236,7 @@ def _filled(x: Any) -> Any:
 
 
 def refuse_wrong_call(fn: Callable[..., object], args: list[Any]) -> None:
-    """Check the number of inputs against the function's signature.
-
-    Raises:
-        ArgumentError: they do not match.
-    """
+    """Check the number of inputs against the function's signature."""
     try:
         with PARSING:
             signature = inspect.signature(fn)
@@ -336,15 +318,7 @@ def disagreement(everyones: list[list[Kept]]) -> GradmeshError | None:
 def unusable(
     loss: object, in_order: bool, rank: int, op: str = _GRADCHECK, double: bool = True
 ) -> GradmeshError | None:
-    """The error if a rank's loss cannot be differentiated.
-
-    Args:
-        loss: the return value of its function.
-        in_order: whether it runs in `gradmesh.ordered()`, where a loss may be None or not require grad.
-        rank: the rank.
-        op: the op that the error names.
-        double: whether it must be in double precision.
-    """
+    """The error if a rank's loss cannot be differentiated; in `gradmesh.ordered()` it may be None."""
     if loss is None and in_order:
         return None
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
@@ -465,11 +439,7 @@ T = TypeVar("T")
 
 
 def part_of(whole: Tensor, placement: Placement, rank: int, ranks: int) -> Tensor:
-    """A rank's part of a full tensor.
-
-    Raises:
-        ArgumentError: the sizes do not add up to the full size.
-    """
+    """A rank's part of a full tensor."""
     if not isinstance(placement, Shard):
         return whole
     total = whole.shape[placement.dim]

@@ -34,13 +34,6 @@ from gradmesh.verify.gradients.inputs import (
 def direction(seed: int, key: str, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A random direction: independent normally distributed elements, real and imaginary.
 
-    Args:
-        seed: different seeds give different directions.
-        key: the name of the perturbed leaf.
-        number: the index of the direction.
-        shape: its shape.
-        dtype: real or complex.
-
     Example:
         >>> a, b = (direction(0, "x", n, (2,), torch.float64) for n in (0, 1))
         >>> torch.equal(a, direction(0, "x", 0, (2,), torch.float64)), torch.equal(a, b)
@@ -104,17 +97,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Program:
-    """A user function with this rank's inputs.
+    """A user function with this rank's inputs."""
 
-    Attributes:
-        fn: returns this rank's loss.
-        inputs: its arguments.
-        options: how the ranks' losses are combined, and whether it runs inside `gradmesh.ordered()`.
-    """
-
-    fn: Callable[..., Tensor]
-    inputs: RankInputs
-    options: Options
+    fn: Callable[..., Tensor]  # returns this rank's loss
+    inputs: RankInputs  # its arguments
+    options: Options  # how the ranks' losses are combined, and whether it runs inside `gradmesh.ordered()`
 
     def loss(self, offsets: Mapping[str, Tensor] | None = None) -> object:
         """The return value of the function, not validated, with some inputs shifted."""
@@ -131,12 +118,7 @@ class Program:
     def gradients(
         self, offsets: Mapping[str, Tensor] | None = None, keep: Callable[[], None] | None = None
     ) -> dict[str, Tensor | None]:
-        """Run backward and return the gradients of this rank's leaves.
-
-        Args:
-            offsets: shifts of leaves.
-            keep: called after backward, before the graph is freed.
-        """
+        """Run backward and return the gradients of this rank's leaves."""
         with self._called(offsets) as (loss, order):
             retain = keep is not None
             if order is not None:
@@ -230,27 +212,19 @@ class Move:
 
 @dataclass
 class Measured:
-    """The measurements of one rank.
-
-    Attributes:
-        rank: the rank.
-        leaves: its leaves by name.
-        loss: its loss.
-        moves: all perturbations, the same on every rank.
-        gradients: for each order, its gradients by name.
-        parts: for each order, perturbation and direction, its part of the value at -eps and at +eps.
-        tangents: for each joint direction, the tangent of its loss, and its parts at -eps and at +eps.
-        problem: the error that prevented the measurement.
-    """
+    """The measurements of one rank."""
 
     rank: int
-    leaves: dict[str, Kept] = field(default_factory=dict)
+    leaves: dict[str, Kept] = field(default_factory=dict)  # its leaves by name
     loss: float = math.nan
-    moves: list[Move] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)  # all perturbations, the same on every rank
+    # for each order, its gradients by name
     gradients: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    # for each order, perturbation and direction, its part of the value at -eps and at +eps
     parts: dict[int, list[list[tuple[Part, Part]]]] = field(default_factory=dict)
+    # for each joint direction, the tangent of its loss, and its parts at -eps and at +eps
     tangents: list[tuple[Part, Part, Part]] = field(default_factory=list)
-    problem: GradmeshError | None = None
+    problem: GradmeshError | None = None  # the error that prevented the measurement
 
 
 Run = Callable[..., list[Any]]
@@ -267,11 +241,7 @@ def exchanged(mine: Any) -> list[Any]:
 def prepared(
     fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options
 ) -> tuple[Program, list[list[Kept]], float]:
-    """The program of this rank, the leaves of every rank, and this rank's loss.
-
-    Raises:
-        GradmeshError: some rank's inputs or loss are invalid; the same error on every rank.
-    """
+    """The program of this rank, the leaves of every rank, and this rank's loss."""
     rank = dist.get_rank()
     taken: RankInputs | None = None
     problem: GradmeshError | None = None

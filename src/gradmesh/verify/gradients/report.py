@@ -178,23 +178,14 @@ _ROUNDING = 20 * 2.2e-16
 
 @dataclass(frozen=True)
 class Slopes:
-    """The finite differences of one perturbation, and the gradients along it.
+    """The finite differences of one perturbation, and the gradients along it."""
 
-    Attributes:
-        move: the perturbation.
-        by_rank: for each rank and direction, the derivative of that rank's part of the objective.
-        total: for each direction, the derivative of the objective.
-        analytic: for each rank and direction, that rank's gradient; zero if it has none.
-        missing: the ranks that have the leaf but no gradient.
-        noise: the rounding error of the finite differences.
-    """
-
-    move: Move
-    by_rank: Tensor
-    total: Tensor
-    analytic: Tensor
-    missing: frozenset[int]
-    noise: float
+    move: Move  # the perturbation
+    by_rank: Tensor  # for each rank and direction, the derivative of that rank's part of the objective
+    total: Tensor  # for each direction, the derivative of the objective
+    analytic: Tensor  # for each rank and direction, that rank's gradient; zero if it has none
+    missing: frozenset[int]  # the ranks that have the leaf but no gradient
+    noise: float  # the rounding error of the finite differences
 
     @property
     def holders(self) -> list[int]:
@@ -342,11 +333,6 @@ def refined(
 
     A gradient counts as wrong only if it is wrong for each larger step, since a large step may leave the range in which
     the loss is smooth. If rounding hides it at the largest step too, it is unclear.
-
-    Args:
-        every: the comparisons of a check.
-        measured: measures on every rank.
-        options: the options of the check.
     """
     if not any(entry.blurred and entry.ok for entry in every):
         return every

@@ -28,6 +28,7 @@ from gradmesh.verify.gradients.inputs import (
     Shard,
     averaged_parameters,
     chosen,
+    doubled,
     invalid,
     objective_check,
     part_of,
@@ -285,19 +286,12 @@ def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
 
 @dataclass(frozen=True)
 class Argument:
-    """One of the full inputs.
+    """One of the full inputs."""
 
-    Attributes:
-        name: its name in reports.
-        value: a tensor in double precision, or any other object.
-        placement: how it is placed on the ranks; None: the same constant on every rank.
-        compared: whether its gradient is compared.
-    """
-
-    name: str
-    value: Any
-    placement: Placement | None
-    compared: bool
+    name: str  # its name in reports
+    value: Any  # a tensor in double precision, or any other object
+    placement: Placement | None  # how it is placed on the ranks; None: the same constant on every rank
+    compared: bool  # whether its gradient is compared
 
 
 def arguments(given: object) -> list[Argument]:
@@ -310,7 +304,7 @@ def arguments(given: object) -> list[Argument]:
             placement = x.type
         compared = placement is not None and not (isinstance(x, Shard) and x.constant)
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            value = value.to(torch.complex128 if value.is_complex() else torch.float64)
+            value = doubled(value)
         else:
             compared = False
         found.append(Argument(f"inputs[{i}]", value, placement, compared))
@@ -318,12 +312,7 @@ def arguments(given: object) -> list[Argument]:
 
 
 def placed(given: object, place: tuple[int, int] | None) -> tuple[list[Any], dict[str, Tensor]]:
-    """A rank's arguments, and those tensors among them whose gradients are compared.
-
-    Args:
-        given: the full inputs.
-        place: (rank, world size); None: the full inputs.
-    """
+    """A rank's arguments, and those tensors among them whose gradients are compared."""
     args, leaves = [], {}
     for each in arguments(given):
         value = each.value
@@ -339,23 +328,14 @@ def placed(given: object, place: tuple[int, int] | None) -> tuple[list[Any], dic
 
 @dataclass
 class Comparison:
-    """Adds deviations to a report.
-
-    Attributes:
-        report: the report.
-        plan: the plan of the ranks.
-        outputs: the placement of returned values.
-        rtol: the tolerance of an element relative to the largest of its tensor.
-        atol: the absolute tolerance.
-        whole: the parameters that are available in full on every rank.
-    """
+    """Adds deviations to a report."""
 
     report: SingleReport
     plan: Plan
-    outputs: Mapping[str, Placement]
-    rtol: float
-    atol: float
-    whole: set[str]
+    outputs: Mapping[str, Placement]  # the placement of returned values
+    rtol: float  # the tolerance of an element relative to the largest of its tensor
+    atol: float  # the absolute tolerance
+    whole: set[str]  # the parameters that are available in full on every rank
 
     def step(self, number: int, single: Step, ranks: list[Step]) -> None:
         """Compare one step: each rank's tensor, or their sum, with the corresponding one of the single process."""
@@ -414,17 +394,7 @@ def why(
     single: Step,
     ranks: Sequence[Step],
 ) -> Diagnosis | None:
-    """Explain deviations in the first step; None if it has none, or none that can be explained.
-
-    Args:
-        report: the deviations.
-        run: runs a function on every rank.
-        run_single: runs a function on the single process.
-        plan: the plan of the ranks.
-        single_plan: the plan of the single process.
-        single: its first step.
-        ranks: the first step of each rank.
-    """
+    """Explain deviations in the first step; None if it has none, or none that can be explained."""
     kinds = {each.kind for each in report.deviations if each.step == 0}
     try:
         if "loss" in kinds:
@@ -485,13 +455,6 @@ def _local_means(
 
     Runs the single process on each rank's shard. The hypothesis holds if the mean of these losses is the ranks'
     objective, while the full gradient is a differently weighted mean of their gradients; the weights are fitted.
-
-    Args:
-        run_single: runs a function on the single process.
-        plan: the plan of the single process.
-        single: its first step.
-        ranks: the number of ranks.
-        objective: the value of the ranks' objective.
     """
     parts: list[Trained] = [
         run_single(train, dataclasses.replace(plan, part=(rank, ranks), steps=1), True)[0]
@@ -608,7 +571,7 @@ def same_as_single(
     )
     given = inputs if callable(inputs) else _Same(inputs)
     made = None if module is None else _Same(module())
-    sgd = _sgd if optimizer is None else optimizer
+    sgd = partial(torch.optim.SGD, lr=0.1) if optimizer is None else optimizer
     plan = Plan(distributed, given, made, parallel, parameters or {}, objective, sgd, steps, ordered)
     single_plan = dataclasses.replace(plan, fn=reference or distributed)
     with (
@@ -639,10 +602,6 @@ class _Same:
 
     def __call__(self, *_: object) -> Any:
         return self.x
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def _check_names(

@@ -4,9 +4,3 @@
 * `costs`: bytes, rounds and times of calls; links, and the clocks of ranks
 * `trace`: events and trace files, also those of `gradmesh.verify.timeline`
 """
-
-from gradmesh.verify.simulator.costs import CostModel, Link
-from gradmesh.verify.simulator.simulate import Simulation, simulate
-from gradmesh.verify.simulator.trace import Event, Events
-
-__all__ = ["CostModel", "Event", "Events", "Link", "Simulation", "simulate"]

@@ -28,7 +28,6 @@ ranks have called it and their links are free. Links of different axes are indep
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import threading
 import time
@@ -277,11 +276,7 @@ class CostModel:
 
 
 class Links:
-    """The links of all ranks, and until when they are busy.
-
-    Args:
-        model: the cost of a call; None: 0.
-    """
+    """The links of all ranks, and until when they are busy."""
 
     def __init__(self, model: CostModel | None) -> None:
         self.model = model
@@ -330,63 +325,46 @@ _POLL = 1e-5
 """Seconds that pass on a rank's virtual clock when it polls a pending call."""
 
 
-class Clock(abc.ABC):
-    """The time of every rank, in seconds since the start of the run."""
+class Clock:
+    """Wall-clock time, the same for all ranks, in seconds since the start of the run."""
 
-    @abc.abstractmethod
-    def now(self, rank: int | None) -> float:
-        """The time on a rank; None: in a thread that does not belong to a rank."""
-
-    @abc.abstractmethod
-    def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:
-        """Wait until a time; `check` raises if the world has been stopped."""
-
-    @property
-    def of_ranks(self) -> bool:
-        """Whether each rank has a virtual clock."""
-        return False
-
-    def put(self, rank: int, time: float) -> None:
-        """Set a rank's virtual clock."""
-        raise NotImplementedError
-
-    def pause(self, rank: int) -> None:  # noqa: B027 - no effect on wall-clock time
-        """Stop counting: from here on the simulator or another rank runs."""
-
-    def resume(self, rank: int) -> None:  # noqa: B027
-        """Count again: the rank runs."""
-
-    def poll(self, rank: int | None) -> None:  # noqa: B027
-        """The rank polled a pending call."""
-
-
-class WallClock(Clock):
-    """Wall-clock time, the same for all ranks."""
+    of_ranks = False
+    """Whether each rank has a virtual clock, which can be put."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
 
     def now(self, rank: int | None) -> float:  # noqa: ARG002
-        """Seconds since the start."""
+        """The time on a rank; None: in a thread that does not belong to a rank."""
         return time.perf_counter() - self._start
 
     def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:
-        """Sleep."""
+        """Wait until a time; `check` raises if the world has been stopped."""
         while (left := end - self.now(rank)) > 0:
             time.sleep(min(left, 0.2))
             check()
 
+    def put(self, rank: int, time: float) -> None:
+        """Set a rank's virtual clock."""
+        raise NotImplementedError
+
+    def pause(self, rank: int) -> None:
+        """Stop counting: from here on the simulator or another rank runs."""
+
+    def resume(self, rank: int) -> None:
+        """Count again: the rank runs."""
+
+    def poll(self, rank: int | None) -> None:
+        """The rank polled a pending call."""
+
 
 class VirtualClocks(Clock):
-    """A clock for each rank, which advances while that rank runs, and is set forward when it has waited.
+    """A clock for each rank, which advances while that rank runs, and is set forward when it has waited."""
 
-    Args:
-        size: the number of ranks.
-        compute: the factor of a rank's computation time; 0 counts communication only, which makes the times
-            reproducible.
-    """
+    of_ranks = True
 
     def __init__(self, size: int, compute: float) -> None:
+        super().__init__()
         self._compute = compute
         self._times = [0.0] * size
         self._since: list[float | None] = [None] * size
@@ -409,11 +387,6 @@ class VirtualClocks(Clock):
     def resume(self, rank: int) -> None:
         """Start to count."""
         self._since[rank] = time.perf_counter()
-
-    @property
-    def of_ranks(self) -> bool:
-        """True."""
-        return True
 
     def put(self, rank: int, time: float) -> None:
         """Set the clock, forward or back."""

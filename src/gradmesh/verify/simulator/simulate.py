@@ -49,7 +49,7 @@ from gradmesh.errors import ArgumentError, DeadlockError, RankError, message
 from gradmesh.launch import Ranks
 from gradmesh.runtime.mesh import mesh as make_mesh
 from gradmesh.runtime.state import RankState
-from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks, WallClock
+from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks
 from gradmesh.verify.simulator.trace import Event, Events, Notes, op_of, trace_of
 
 _LOOK = 0.2
@@ -57,12 +57,7 @@ _LOOK = 0.2
 
 
 class Schedule:
-    """The scheduler of a world.
-
-    Args:
-        world: the ranks.
-        seed: different seeds give different orders.
-    """
+    """The scheduler of a world."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -74,11 +69,7 @@ class Schedule:
             turn.acquire()
 
     def current_rank(self) -> int:
-        """The rank of the calling thread.
-
-        Raises:
-            ArgumentError: the thread does not belong to a rank.
-        """
+        """The rank of the calling thread."""
         rank = self._world.rank_of_thread.get(threading.get_ident())
         if rank is None:
             raise ArgumentError(
@@ -102,22 +93,13 @@ class Schedule:
         self._wait_for_turn(rank)
 
     def turn(self, rank: int) -> None:
-        """Yield to another rank, or continue.
-
-        Raises:
-            GradmeshError: the world has been stopped.
-        """
+        """Yield to another rank, or continue."""
         self._world.check()
         self._run_next()
         self._wait_for_turn(rank)
 
     def block(self, rank: int, waits_for: Waitable) -> None:
-        """Yield to other ranks until `waits_for` is complete.
-
-        Raises:
-            DeadlockError: no rank is ready.
-            AbortedError: another rank failed.
-        """
+        """Yield to other ranks until `waits_for` is complete."""
         self._world.check()
         self._world.waiting[rank] = waits_for
         try:
@@ -182,24 +164,13 @@ class _Call:
 
 
 class Watching(Observer):
-    """Observes a world.
-
-    Args:
-        world: the ranks.
-        clock: the clocks of the ranks.
-        links: the modelled links.
-        mesh: the sizes of the axes by name, the slowest first.
-        schedule: the scheduler; None: all ranks run concurrently.
-
-    Attributes:
-        seconds: when the last rank's function returned.
-    """
+    """Observes a world."""
 
     def __init__(
         self, world: World, clock: Clock, links: Links, mesh: Mapping[str, int], schedule: Schedule | None
     ) -> None:
         self.clock, self.links, self.notes = clock, links, Notes(mesh)
-        self.seconds = 0.0
+        self.seconds = 0.0  # when the last rank's function returned
         self._world, self._schedule = world, schedule
         self._calls: dict[tuple[Group, int], _Call] = {}
         self._of: WeakKeyDictionary[Waitable, _Call] = WeakKeyDictionary()
@@ -209,7 +180,7 @@ class Watching(Observer):
     @property
     def lives(self) -> bool:
         """Whether modelled times elapse in wall-clock time."""
-        return self.links.model is not None and isinstance(self.clock, WallClock)
+        return self.links.model is not None and not self.clock.of_ranks
 
     @property
     def takes_turns(self) -> bool:
@@ -376,19 +347,7 @@ def run_single_rank(
     fn: Callable[[], T],
     timeout: float | None,
 ) -> T:
-    """Run a function as one rank of a world, in a separate thread.
-
-    Args:
-        size: the world size.
-        rank: the rank.
-        prepare: called first, without the observer.
-        watch: installs an observer in the world.
-        fn: the function.
-        timeout: seconds that it may take; None: no limit. After that the thread is abandoned.
-
-    Raises:
-        RankError: the function raised, which is the error's cause; or it timed out.
-    """
+    """Run a function as one rank of a world, in a separate thread, which is abandoned after the timeout."""
     threads.register()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -621,7 +580,7 @@ def simulate(
             clocks = VirtualClocks(world_size, compute)
             watching.append(Watching(world, clocks, links, axes, Schedule(world, seed)))
         else:
-            watching.append(Watching(world, WallClock(), links, axes, None))
+            watching.append(Watching(world, Clock(), links, axes, None))
         world.observer = watching[0]
 
     results, error = [], None

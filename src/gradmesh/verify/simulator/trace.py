@@ -190,15 +190,10 @@ class Work(NamedTuple):
 
 
 def trace_of(events: Iterable[Event], work: Iterable[Work] = ()) -> Entry:
-    """The trace of a run, for `json.dump`.
-
-    Args:
-        events: the calls.
-        work: the ranks' computation, if known; must not overlap with their waits.
-    """
+    """The trace of a run, for `json.dump`; work must not overlap with waits."""
     working = list(work)
     rows = _Rows(one.rank for one in working)
-    entries = [_working(one) for one in working]
+    entries = [_slice(f"{one.phase} work", one, 0, one.start, one.end) for one in working]
     slices: dict[int, Entry] = {}
     for event in sorted(events, key=lambda event: (event.called, event.number)):
         what = _name(event)
@@ -231,27 +226,15 @@ def _arguments(event: Event) -> Entry:
     return {name: getattr(event, name) for name in names}
 
 
-def _slice(name: str, event: Event, row: int, start: float, end: float) -> Entry:
+def _slice(name: str, of: Event | Work, row: int, start: float, end: float) -> Entry:
     return {
         "ph": "X",
         "name": name,
-        "cat": event.phase,
-        "pid": event.rank,
+        "cat": of.phase,
+        "pid": of.rank,
         "tid": row,
         "ts": 1e6 * start,
         "dur": 1e6 * (end - start),
-    }
-
-
-def _working(work: Work) -> Entry:
-    return {
-        "ph": "X",
-        "name": f"{work.phase} work",
-        "cat": work.phase,
-        "pid": work.rank,
-        "tid": 0,
-        "ts": 1e6 * work.start,
-        "dur": 1e6 * (work.end - work.start),
     }
 
 
@@ -320,12 +303,7 @@ class EventLog:
         self._made_by: dict[int, tuple[CallRecord, Event]] = {}
 
     def add(self, recorded: CallRecord | None, **fields: Any) -> Event:
-        """Add the event of a transfer; the caller holds the lock.
-
-        Args:
-            recorded: the metadata of its call, if that is one of gradmesh.
-            fields: of `Event`, without number, phase, origin and of.
-        """
+        """Add the event of a transfer; the caller holds the lock."""
         phase: Phase = "backward" if in_backward() else "forward"
         origin: CallRecord | None = None
         if recorded is not None:
@@ -347,11 +325,7 @@ class EventLog:
 
 
 class Notes(EventLog):
-    """The events of all ranks of a world.
-
-    Args:
-        mesh: the sizes of the axes by name, the slowest first; groups are named by the axes that they extend along.
-    """
+    """The events of all ranks of a world."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
         super().__init__()
@@ -370,7 +344,7 @@ class Notes(EventLog):
                 verb="" if check is None else check.verb,
                 axis=self._axis(group),
                 size=len(group.ranks),
-                payload=payload_of(part),
+                payload=bytes_of(part.inputs),
                 sent=sent_by(place, part, len(group.ranks)),
                 line=show(part.site),
                 called=now,
@@ -429,27 +403,16 @@ def show(site: Site) -> str:
 
 
 _OPS = {
-    "all_reduce": "all_reduce",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "all_gather": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_to_all": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "scatter": "scatter",
-    "relay": "permute",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
+    *("all_reduce", "reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather", "scatter"),
+    *("permute", "barrier", "send", "recv"),
 }
 
 
 def op_of(part: Contribution) -> str:
     """The kind of transfer; "withdrawn" for a call that the rank aborted."""
-    return _OPS.get(part.call.partition("(")[0], "withdrawn")
+    called = part.call.partition("(")[0].removesuffix("_single")
+    op = "permute" if called == "relay" else called
+    return op if op in _OPS else "withdrawn"
 
 
 def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -464,36 +427,21 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def payload_of(part: Contribution) -> int:
-    """The bytes of a rank's input tensors."""
-    return bytes_of(part.inputs)
-
-
 def sent_by(place: int, part: Contribution, size: int) -> int:
-    """The bytes that a rank sends to others.
-
-    Args:
-        place: the rank in the group.
-        part: its contribution to the call.
-        size: the number of ranks.
-    """
+    """The bytes that a rank sends to others."""
     op, pieces = op_of(part), part.pieces
     if op == "all_reduce":
         return sum(_sum_everywhere(tensor, place, size) for tensor in part.inputs)
     if op == "reduce":
         root = int(part.call.rpartition("root ")[2].rstrip(")"))
-        return 0 if place == root else payload_of(part)
+        return 0 if place == root else bytes_of(part.inputs)
     if op == "permute":
-        return 0 if pieces == place else payload_of(part)
+        return 0 if pieces == place else bytes_of(part.inputs)
     if op == "send":
-        return payload_of(part)
+        return bytes_of(part.inputs)
     if isinstance(pieces, Sequence):
-        return sum(_given(batch, place) for batch in pieces)
+        return bytes_of(x for batch in pieces for target, x in enumerate(batch.give) if target != place)
     return 0
-
-
-def _given(batch: Any, place: int) -> int:
-    return bytes_of(tensor for target, tensor in enumerate(batch.give) if target != place)
 
 
 def _sum_everywhere(tensor: torch.Tensor, place: int, size: int) -> int:

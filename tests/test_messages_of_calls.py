@@ -1,0 +1,144 @@
+"""What a call sends over a process group of torch, and the hosts of the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradmesh as gm
+from gradmesh.transport.process_group import INLINE
+from tools.hosts import Hosts, why_not
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+
+VERBS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all_gather": gm.all_gather,
+    "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
+    "all_to_all": gm.all_to_all,
+    "broadcast": lambda x: gm.broadcast(x, root=1),
+    "reduce_scatter": gm.reduce_scatter,
+    "shift": gm.shift,
+}
+SENT = (
+    "all_to_all_single",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+)
+
+
+def _messages(level: Literal[0, 1], size: int) -> dict[str, tuple[int, int]]:
+    """How many collectives of torch.distributed a verb calls, forward and backward."""
+    found = {}
+    for name, verb in VERBS.items():
+        x = torch.full((size,), 1.0 + gm.rank(), requires_grad=True)
+        calls: Counter[str] = Counter()
+        with gm.check(level), _counted(calls):
+            y = verb(x)
+            forward = calls.total()
+            torch.autograd.grad(y, x, torch.full_like(y, 2.0 + gm.rank()))
+        found[name] = forward, calls.total() - forward
+    return found
+
+
+def _counted(calls: Counter[str]) -> Any:
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return call(*args, **options)
+
+        return counted
+
+    names = {name: getattr(dist, name) for name in SENT if hasattr(dist, name)}
+    return patch.multiple(dist, **{name: counting(name, call) for name, call in names.items()})  # type: ignore[call-overload]
+
+
+def _gloo(worlds: Any) -> Callable[..., list[Any]]:
+    return worlds(2, "gloo", 240).run
+
+
+def test_the_check_of_a_short_call_costs_no_message(worlds: Any) -> None:
+    (found, _) = _gloo(worlds)(_messages, 1, 4)
+    assert found == dict.fromkeys(VERBS, (1, 1))
+
+
+def test_the_check_of_a_long_call_costs_one_message(worlds: Any) -> None:
+    for size in (INLINE, 1 << 15):
+        checked, unchecked = (_gloo(worlds)(_messages, level, size)[0] for level in (1, 0))
+        assert checked == {verb: (f + 1, b + 1) for verb, (f, b) in unchecked.items()}
+
+
+def _values(sizes: list[int]) -> None:
+    rank, size = gm.rank(), gm.axis().size
+    for n in sizes:
+        for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.int16, torch.float8_e4m3fn):
+            x = (torch.arange(n) % 3 + rank).to(dtype)
+            own, summed = torch.arange(n) % 3, torch.arange(n) % 3 * size + sum(range(size))
+            assert gm.all_gather(x).equal(torch.cat([(own + r).to(dtype) for r in range(size)]))
+            assert gm.shift(x).equal((own + (rank - 1) % size).to(dtype))
+            assert gm.broadcast(x, root=1, dst=gm.I).equal((own + 1).to(dtype))
+            uneven = gm.all_gather(x[: max(n - rank, 0)], sizes="auto")
+            assert uneven.equal(torch.cat([(own + r).to(dtype)[: max(n - r, 0)] for r in range(size)]))
+            if dtype is not torch.float8_e4m3fn:
+                assert gm.all_reduce(x, dst=gm.R).equal(summed.to(dtype))
+                assert gm.reduce_scatter(torch.cat([x] * size)).equal(summed.to(dtype))
+                at_root = summed if rank == 1 else torch.zeros_like(summed)
+                assert gm.reduce(x, root=1).equal(at_root.to(dtype))
+
+
+def test_values_do_not_depend_on_how_they_are_sent(worlds: Any) -> None:
+    edge = INLINE // 8
+    worlds(3, "gloo", 240).run(_values, [0, 1, edge - 1, edge, edge + 1, 4 * edge + 3])
+
+
+def _one_is_long() -> list[str]:
+    """Rank 1 passes an operand that does not fit into the message that the other rank sends."""
+    found = []
+    for verb in VERBS.values():
+        x = torch.ones(4 if gm.rank() == 0 else 4 * INLINE)
+        with pytest.raises(gm.MismatchError) as caught:
+            verb(x)
+        found.append(str(caught.value))
+    return found
+
+
+def test_calls_of_a_short_and_a_long_operand_are_compared(worlds: Any) -> None:
+    for text in _gloo(worlds)(_one_is_long)[0]:
+        assert f"[{4 * INLINE}]" in text
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_packets_between_hosts_are_delayed_and_counted() -> None:
+    echo = "import socket; s = socket.create_server(('', 7000)); c, _ = s.accept(); c.sendall(c.recv(100))"
+    client = (
+        "import socket, time\n"
+        "for _ in range(500):\n"
+        "    try: c = socket.create_connection(('10.77.0.1', 7000)); break\n"
+        "    except OSError: time.sleep(0.01)\n"
+        "start = time.monotonic(); c.sendall(b'x' * 100); c.recv(100); print(time.monotonic() - start)"
+    )
+    with Hosts(2, delay=50) as hosts:
+        server = hosts.popen(0, [sys.executable, "-c", echo])
+        process = hosts.popen(1, [sys.executable, "-c", client], stdout=subprocess.PIPE)
+        out, _ = process.communicate(timeout=60)
+        assert server.wait(timeout=60) == 0
+        assert float(out) >= 0.1
+        assert hosts.wire.payload == 200
+        sleeper = hosts.popen(1, ["sleep", "100"])
+        time.sleep(0.05)
+        hosts.kill(1)
+        assert sleeper.wait(timeout=10)
+        names = hosts.names
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert not [name for name in names if name in left]
