@@ -225,7 +225,7 @@ def create(size: int, token: bytes) -> int:
 
 
 def opened(pid: int, number: int, size: int, token: bytes) -> int:
-    """Open the file behind another process's descriptor; NotSharedError, before that, if it is no group's memory."""
+    """Open the file behind another process's descriptor; NotSharedError, before that, unless it is a group's memory."""
     handle = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         _look(handle, size)
