@@ -231,7 +231,7 @@ class RankState:
         instruments: what watches the rank's calls, innermost first.
         suspects: what the level "full" found, to be reported when a gradient is used.
         deferred_check: the comparison of calls after they were made; None: no call was deferred.
-        launched: how many functions of a launch it has begun.
+        launched: how many functions of a launch it has started.
         reorderable: whether compilers may reorder the collectives of functions that are compiled now.
         posted: pending point-to-point sends, each with the tensor that it is sent from.
         waits_at_exit: whether the process waits for them at exit.
