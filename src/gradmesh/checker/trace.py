@@ -988,10 +988,10 @@ class Modules:
 
     def is_copied(self, p: Tensor) -> bool:
         """Whether another parameter, which a module has got, has the same value: a step of one may be a trial."""
-        others = (x for x in self.registered if x is not p and x.shape == p.shape and x.numel() > 1)
-        return any(
-            torch.equal(local_part(x), local_part(p)) and bool((x != x.flatten()[0]).any()) for x in others
-        )
+        own = local_part(p)
+        others = (local_part(x) for x in self.registered if x is not p and x.shape == p.shape)
+        alike = any(x.device == own.device and torch.equal(x, own) for x in others)
+        return alike and own.numel() > 1 and not _is_one_number(own)
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         if not self._stack and not any(root() is module for root in self._roots):
