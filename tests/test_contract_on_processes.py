@@ -14,17 +14,20 @@ import torch
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
-from gradmesh.testing import is_linear
+from gradmesh.testing import has_itself_as_forward_derivative, is_a_loop_under_vmap, is_linear
 from tests import contract
 
 pytestmark = pytest.mark.processes
 Processes = Callable[[int], Callable[..., list[Any]]]
 
 
-# These send thousands of small messages; four processes on two cores take a minute for each.
+# These send thousands of small messages, which takes four processes on two cores long; two processes, and four ranks
+# that are threads (test_laws.py), show the same at every run.
 CHATTY = (
     contract.has_its_transpose_as_adjoint,
     is_linear,
+    is_a_loop_under_vmap,
+    has_itself_as_forward_derivative,
     contract.matches_dense_autograd_to_third_order,
     contract.has_conjugate_wirtinger_gradients_to_third_order,
 )
