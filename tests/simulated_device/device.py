@@ -99,6 +99,9 @@ def install() -> None:
         _operators.fallback(_run, "PrivateUse1")
         for key in ("Conjugate", "Negative"):  # the copy itself resolves them, as on every device
             _aten.impl("_copy_from", torch.library.fallthrough_kernel, key)
+        _operators.fallback(torch.library.fallthrough_kernel, _AUTOCAST)
+        for name in ("matmul", "mm", "bmm", "addmm", "linear"):
+            _aten.impl(name, functools.partial(_in_autocast, getattr(aten, name).default), _AUTOCAST)
         for name, op in _OVERRIDEABLE.items():
             _aten.impl(name, functools.partial(_overridden, op), "PrivateUse1")
     core().install(_count)
@@ -260,6 +263,19 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _overridden(op: Any, *args: Any) -> Any:
     return _queued(op, False, args, {})
+
+
+_AUTOCAST = "AutocastPrivateUse1"
+
+
+def _in_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator in the dtype of the autocast region."""
+    keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_AUTOCAST))
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        dtype = torch.get_autocast_dtype(NAME)
+        return op(
+            *(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args), **kwargs
+        )
 
 
 def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
