@@ -406,6 +406,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.tensor_parallel(nn.Sequential(nn.Linear(2, 2)), {"0": "vocab"}),
         "cannot convert",
     ),
+    "a style that does not exist": (
+        lambda: gm.nn.tensor_parallel(nn.Sequential(nn.Linear(2, 2)), {"0": "vocabulary"}),  # type: ignore[dict-item]
+        "use a style of this list",
+    ),
     "a tied table that is cut in two ways": (
         lambda: gm.nn.tensor_parallel(Model(Program(0, tied=True)), {"table": "vocab", "head": "row"}),
         "in two ways",

@@ -871,7 +871,7 @@ class _Conversion:
                     f"{patterns[0]!r}: {style!r} for {type(each).__name__} {name!r}",
                     "call tensor_parallel before adding adapters, or merge them first"
                     if "adapter" in why
-                    else "use a pattern that matches only layers of the supported type",
+                    else "use a style of this list, and a pattern that matches only layers of its type",
                 )
             within = [
                 outer
