@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test quick torch python lint docs site sweep bench modes attack attack-jax attack-check clean
+.PHONY: demo test quick gpu torch python lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -53,6 +53,10 @@ bench: .venv/peers
 
 modes: .venv/peers
 	$(BIN)/python -m tools.report docs/reports/modes.md
+
+# What needs NVIDIA GPUs, one rank on each: tests, overlap, a benchmark; writes docs/reports/gpu.md and the status tables.
+gpu: .venv/ready
+	$(BIN)/python -m tools.gpu --device cuda
 
 # Random programs against dense runs of the same; some ten minutes.
 attack: .venv/ready
