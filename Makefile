@@ -7,7 +7,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The tests are compiled once, not by each worker and each rank that imports them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test quick torch python lint docs site sweep bench modes attack attack-jax attack-check clean
+.PHONY: demo test quick gpu torch python lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -57,6 +57,10 @@ bench: .venv/peers
 
 modes: .venv/peers
 	$(BIN)/python -m tools.report docs/reports/modes.md
+
+# What needs NVIDIA GPUs, one rank on each: tests, overlap, a benchmark; writes docs/reports/gpu.md and the status tables.
+gpu: .venv/ready
+	$(BIN)/python -m tools.gpu --device cuda
 
 # Random programs against dense runs of the same; some ten minutes.
 attack: .venv/ready

@@ -111,14 +111,15 @@ def processes(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[int],
 
 @pytest.fixture(scope="session")
 def simulated(worlds: Worlds) -> Callable[[int], Run]:
-    """`simulated(n)(fn, *args, delay=0.002)` runs fn on n processes with a simulated device."""
-    from tests.simulated_device import build
-
-    reason = build.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    build.module()  # before a rank has to wait for it
-
+    """`simulated(n)(fn, *args, delay=0.002)` runs fn on n processes with a simulated device, or on GPUs."""
     from tests import simulated_device
 
-    return lambda n: partial(worlds(n, simulated_device.POOL, 240).run, simulated_device.on_device)
+    def ranks(n: int) -> Run:
+        reason = simulated_device.why_not(n)
+        if reason is not None:
+            pytest.skip(reason)
+        return partial(worlds(n, simulated_device.POOL, 240).run, simulated_device.on_device)
+
+    if not simulated_device.ON_CUDA and simulated_device.why_not() is None:
+        simulated_device.build.module()  # before a rank has to wait for it
+    return ranks

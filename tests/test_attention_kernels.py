@@ -16,6 +16,7 @@ from tests import attention_kernels
 from tests.attention_kernels import NAMES, called
 from tests.attention_programs import Program, compare, on_rank
 
+pytestmark = pytest.mark.device
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
 ON_CUDA = dict(zip(NAMES, operators.KERNELS["cuda"], strict=True))

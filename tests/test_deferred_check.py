@@ -12,8 +12,8 @@ import torch
 
 import gradmesh as gm
 from tests import deferred_programs as programs
+from tests import simulated_device as sd
 from tests.deferred_programs import outcome
-from tests.simulated_device import why_not
 from tools import mismatches
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -219,11 +219,14 @@ def test_a_comparison_that_fails_is_a_warning_on_every_rank() -> None:
         assert y == [2.0] * 4
 
 
+@pytest.mark.device
 @pytest.mark.processes
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
 @pytest.mark.parametrize("name", ["dimension", "a call is missing", "number of elements"])
 def test_on_a_device_calls_are_compared_by_default_before_a_step(name: str) -> None:
-    for text, _ in launched(mismatches.heard_later, name, "backward", True):
+    if reason := sd.why_not(2):
+        pytest.skip(reason)
+    args = name, "backward", True
+    for text, _ in gm.launch(mismatches.heard_later, 2, backend=sd.POOL, args=args, timeout=90):
         assert "the ranks' calls do not match" in text
         assert "rank 0: " in text
         assert "rank 1: " in text

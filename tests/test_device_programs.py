@@ -15,6 +15,7 @@ from tests import contract, device_programs
 from tests import simulated_device as sd
 from tests.device_programs import LAYERS, VERBS
 
+pytestmark = pytest.mark.device
 Simulated = Callable[[int], Callable[..., list[Any]]]
 
 # ---- the host
@@ -73,6 +74,7 @@ def test_two_derivatives_are_those_of_the_cpu_and_the_host_does_not_wait(
     compared([*names], simulated(2), 0.0, True)
 
 
+@pytest.mark.skipif(sd.ON_CUDA, reason="needs a group of the simulated device alone")
 def test_sizes_are_read_once_where_the_group_has_no_cpu_backend(simulated: Simulated) -> None:
     names = [name for name in WAITS_ALONE if name != "GraphPlan"]
     compared([*names, "all_gather"], simulated(2), 0.0, False, WAITS_ALONE, sd.ALONE)
@@ -272,7 +274,7 @@ def test_a_few_ops_have_every_derivative(law: str, simulated: Simulated) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.002])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sd.SIZES)
 @pytest.mark.parametrize("law", [law.__name__ for law in contract.LAWS])
 def test_every_op_keeps_every_law(law: str, size: int, delay: float, simulated: Simulated) -> None:
     rows = range(len(REGISTRY)) if delay == 0 else range(0, len(REGISTRY), 4)

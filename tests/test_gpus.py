@@ -15,6 +15,7 @@ from tests import gpu_programs
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
+pytestmark = pytest.mark.device
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

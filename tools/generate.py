@@ -11,6 +11,7 @@ from gradmesh._torch import fsdp as _fsdp  # noqa: F401  # registers its names
 from gradmesh._torch.names import RELIED_ON, RELIED_ON_LATER
 from gradmesh._util import environment
 from gradmesh.ops.registry import table
+from tools import gpu
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 6.6
@@ -51,6 +52,7 @@ def _badge(name: str, text: str) -> str:
 README = ROOT / "README.md"
 VERSIONS, VARIABLES = ROOT / "docs" / "versions.md", ROOT / "docs" / "launch.md"
 MODES = ROOT / "docs" / "reports" / "modes.md"
+GPUS, STATUS = ROOT / "docs" / "gpus.md", ("<!-- status: begin (make gpu) -->", "<!-- status: end -->")
 OTHERS = "<!-- modes: begin (make docs) -->", "<!-- modes: end -->"
 BEGIN, END = "<!-- table: begin (make docs) -->", "<!-- table: end -->"
 
@@ -64,7 +66,12 @@ def _between_marks(text: str, generated: str, begin: str = BEGIN, end: str = END
 def with_table(text: str) -> str:
     """The text with the table of ops between its marks, and the one of other systems as it was measured."""
     measured = MODES.read_text().split("## Summary\n\n")[1].split("\n\n")[0]
-    return _between_marks(_between_marks(text, table()), measured, *OTHERS)
+    return with_status(_between_marks(_between_marks(text, table()), measured, *OTHERS), "docs/")
+
+
+def with_status(text: str, folder: str = "") -> str:
+    """The text with what was run on which device between its marks."""
+    return _between_marks(text, gpu.table(gpu.results()).replace("](", f"]({folder}"), *STATUS)
 
 
 def with_names(text: str) -> str:
@@ -85,7 +92,12 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
     """Update all pages, or check them."""
     check = "--check" in (sys.argv if arguments is None else arguments)
     stale = 0
-    for page, generated in ((README, with_table), (VERSIONS, with_names), (VARIABLES, with_variables)):
+    for page, generated in (
+        (README, with_table),
+        (VERSIONS, with_names),
+        (VARIABLES, with_variables),
+        (GPUS, with_status),
+    ):
         text = page.read_text()
         fresh = generated(text)
         stale |= text != fresh

@@ -12,10 +12,14 @@ It is torch's PrivateUse1 device under the name "simulated":
 * Kernels can be captured and replayed, as CUDA graphs.
 
 It does not simulate the speed of kernels, several devices, memory limits, or pinned memory.
+
+With GRADMESH_TEST_DEVICE=cuda in the environment, `on_device` and `counted` are those of `cuda.py`: the tests that are
+marked `device` then run on GPUs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,25 +28,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import gradmesh as gm
-from tests.simulated_device.build import why_not
+from tests.simulated_device import build, cuda
 from tests.simulated_device.device import (
     NAME,
     Graph,
     captured,
     core,
-    counted,
     delayed,
     install,
     is_simulated,
     waits,
 )
+from tests.simulated_device.device import counted as counted_here
 from tests.simulated_device.group import ALONE, BACKEND, SimulatedGroup, register
 
 __all__ = [
     "ALONE",
     "BACKEND",
     "NAME",
+    "ON_CUDA",
     "POOL",
+    "SIZES",
     "Graph",
     "SimulatedGroup",
     "captured",
@@ -56,8 +62,22 @@ __all__ = [
     "why_not",
 ]
 
-POOL = "cpu:gloo"
+ON_CUDA = os.environ.get("GRADMESH_TEST_DEVICE") == "cuda"
+"""Whether the tests run on GPUs."""
+
+POOL = cuda.POOL if ON_CUDA else "cpu:gloo"
 """The backend of the ranks that run `on_device`: Gloo, in processes that no other test uses."""
+
+SIZES = sorted({1 if cuda.why_not(2) else 2, max(1, torch.cuda.device_count())}) if ON_CUDA else [2, 3]
+"""The numbers of ranks of the law tests."""
+
+counted = cuda.counted if ON_CUDA else counted_here
+
+
+def why_not(ranks: int = 1) -> str | None:
+    """Why so many ranks cannot run on the device here, as the reason of a skip; None: they can."""
+    return cuda.why_not(ranks) if ON_CUDA else build.why_not()
+
 
 _meshes: dict[str, DeviceMesh] = {}
 
@@ -83,6 +103,8 @@ def on_device(
         backend: the backend of the group.
         default: whether new tensors are on the device.
     """
+    if ON_CUDA:
+        return cuda.on_device(fn, *args, default=default)
     install()
     with gm.use_mesh(mesh(backend)), delayed(delay), torch.device(NAME if default else "cpu"):
         try:
