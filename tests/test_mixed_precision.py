@@ -100,4 +100,4 @@ def test_they_are_on_gloo_too(processes: Ranks) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.002])
 def test_they_are_on_a_device_too(delay: float, simulated: Ranks) -> None:
-    compared(simulated(SIZE)(on_ranks, sd.NAME, delay=delay, default=False))  # type: ignore[call-arg]
+    compared(simulated(SIZE)(on_ranks, sd.NAME, delay=delay, default=False))

@@ -163,7 +163,7 @@ class Graph:
     """
 
     def __init__(self) -> None:
-        self.kernels: list[Callable[[], None]] = []
+        self.kernels: list[Callable[[], object]] = []
         self.pool: list[Tensor] = []
 
     def replay(self) -> None:
@@ -190,7 +190,7 @@ def captured() -> Iterator[Graph]:
         _capturing.pop()
 
 
-def launch(kernel: Callable[[], None], stream: int | None = None) -> None:
+def launch(kernel: Callable[[], object], stream: int | None = None) -> None:
     """Queue a kernel, on the current stream by default; during a capture only note it."""
     if _capturing:
         _capturing[-1].kernels.append(kernel)
@@ -270,7 +270,8 @@ _AUTOCAST = "AutocastPrivateUse1"
 
 def _in_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator in the dtype of the autocast region."""
-    keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_AUTOCAST))
+    key: Any = torch._C._parse_dispatch_key(_AUTOCAST)
+    keys = torch._C.DispatchKeySet(key)
     with torch._C._ExcludeDispatchKeyGuard(keys):
         dtype = torch.get_autocast_dtype(NAME)
         return op(
