@@ -136,7 +136,8 @@ def complex_calls(dtype: torch.dtype) -> list[Tensor]:
             gm.broadcast(x.T, root=1),
             gm.shift(x),
         ]
-        gm.backward(sum(((1 + rank) * y * y.conj()).real.sum() + (y**2).imag.sum() for y in results))
+        losses = [((1 + rank) * y * y.conj()).real.sum() + (y**2).imag.sum() for y in results]
+        gm.backward(torch.stack(losses).sum())
     assert x.grad is not None
     return [y.detach().cpu() for y in [*results, x.grad]]
 
