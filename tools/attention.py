@@ -205,7 +205,7 @@ def hidden(case: Case, rounds: int) -> str:
 def _fastest(ranks: gm.Ranks, case: Case, rounds: int, link: Link | None) -> float:
     found = ranks.run(times, case, ("ring",), rounds, link)
     rounds_of_ranks: list[list[float]] = [mine["ring"] for mine in found]
-    return min(max(each) for each in zip(*rounds_of_ranks, strict=True))
+    return float(min(max(each) for each in zip(*rounds_of_ranks, strict=True)))
 
 
 def _table(rows: list[list[str]]) -> str:
