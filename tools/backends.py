@@ -193,7 +193,7 @@ PAGE = """# What each backend carries: dtypes and shapes
 
 Which dtypes and shapes of operands {kinds} take,
 through gradmesh and by the backend itself, on two ranks. Written by `python -m tools.report docs/reports/backends.md`.
-"yes": the result is right. An error's name: every rank raises it. Where the kinds differ, each is named; "-": not tried.
+"yes": the result is right. An error's name: every rank raises it. Where kinds differ, each is named; "-": not tried.
 
 {table}
 

@@ -215,7 +215,8 @@ def page(found: dict[str, Any]) -> str:
     parts = [
         "# GPUs and the simulated device: what was run",
         "The tests that hold on any device, overlap, and the cost of verbs beside the group's own calls. "
-        "`make gpu` runs them on NVIDIA GPUs, `python -m tools.gpu --device simulated` on the "
+        "`make gpu` runs them on NVIDIA GPUs, "
+        "`python -m tools.report docs/reports/gpu.md --device simulated` on the "
         "[simulated device](../gpus.md#the-simulated-device).",
         table(found).replace("](reports/", "]("),
     ]
