@@ -3,8 +3,8 @@
     python -m tools.backends
     python -m tools.report docs/reports/backends.md
 
-Every cell is a call on two ranks whose result is compared with that of float32. NCCL's own column is what its
-documentation and torch's say; there is no GPU to run it.
+Every cell is a call on two ranks whose result is compared with that of float32. NCCL's own column
+follows torch's source; there is no GPU to run it.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ Where the kinds differ, each is named; "-": not tried. Sums of bool and float8 a
 
 {table}
 
-Gloo itself is called by `torch.distributed`'s functions, with contiguous operands. NCCL's column is not measured: it is
-what the documentation of NCCL and torch says.
+Gloo itself is called by `torch.distributed`'s functions, with contiguous operands. NCCL's column is not
+measured: it follows the map of dtypes in torch's `ProcessGroupNCCL.cpp`, and the checks of its arguments.
 """
 
 

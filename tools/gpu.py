@@ -52,8 +52,8 @@ STATUS = {
     "`async_op=True`: lifetimes, writes before `wait()`": ("tested", "async"),
     "overlap of work and calls": ("tested", "overlap"),
     "mismatched calls raise on every rank": ("at every call", "mismatches"),
-    "fused attention kernels": ("tested", "attention"),
-    "side streams, CUDA sanitizer": ("", "streams"),
+    "fused attention kernels (elsewhere: stand-ins with their signatures)": ("tested", "attention"),
+    "side streams, CUDA sanitizer (elsewhere: which tests are selected)": ("", "streams"),
     "cost beside the group's own calls": ("[measured](reports/bench.md)", "benchmark"),
 }
 """What is claimed: how on CPUs, and the section that shows it on a device."""
@@ -215,7 +215,8 @@ def page(found: dict[str, Any]) -> str:
     parts = [
         "# GPUs and the simulated device: what was run",
         "The tests that hold on any device, overlap, and the cost of verbs beside the group's own calls. "
-        "`make gpu` runs them on NVIDIA GPUs, `python -m tools.gpu --device simulated` on the "
+        "`make gpu` runs them on NVIDIA GPUs, "
+        "`python -m tools.report docs/reports/gpu.md --device simulated` on the "
         "[simulated device](../gpus.md#the-simulated-device).",
         table(found).replace("](reports/", "]("),
     ]
