@@ -53,7 +53,7 @@ STATUS = {
     "overlap of work and calls": ("tested", "overlap"),
     "mismatched calls raise on every rank": ("at every call", "mismatches"),
     "fused attention kernels (elsewhere: stand-ins with their signatures)": ("tested", "attention"),
-    "side streams, CUDA sanitizer (elsewhere: which tests are selected)": ("", "streams"),
+    "side streams, CUDA sanitizer (elsewhere: the same programs on a CPU)": ("", "streams"),
     "cost beside the group's own calls": ("[measured](reports/bench.md)", "benchmark"),
 }
 """What is claimed: how on CPUs, and the section that shows it on a device."""
