@@ -50,7 +50,9 @@ def scales(tapes: Sequence[Tape], segment: Segment) -> list[dict[str, Scales]]:
 def wrong_ones(context: Context) -> list[Got]:
     """The parameters whose gradient is wrong beside those of the others; sets what is expected of all."""
     allowed = context.factors()
-    ratios = [got.ratio for got in context.got if got.kind == "right"]
+    right = [got for got in context.got if got.kind == "right"]
+    # What each rank has for itself says nothing of what ranks have in common, however much there is of it.
+    ratios = [got.ratio for got in right if not _is_private(context, got)] or [got.ratio for got in right]
     groups: list[list[float]] = []
     for ratio in sorted(ratios):
         if groups and abs(ratio / (groups[-1][0] or 1e-30) - 1) < _NEAR:

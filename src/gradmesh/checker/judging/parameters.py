@@ -338,7 +338,7 @@ def gotten(
                 continue
             if judged is None:
                 continue
-            if judged.kind == "ambiguous" and _are_stages(segment, again, group, by_name):
+            if judged.kind == "ambiguous" and _are_own(segment, again, group, by_name):
                 alone = [_judged(name, [part], lambda _: False, noise) for part in group]
                 found += [each for each in alone if each is not None]
             else:
@@ -703,11 +703,12 @@ def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: d
     """Whether a parameter that begins as one number is one parameter of the ranks, and not a part on each.
 
     It is where there is only one number of it, where it is a norm's, where all of the model is replicated, and where it
-    is added to a sum over the ranks. It is not where the ranks are stages of a pipeline.
+    is added to a sum over the ranks. It is not where the ranks are stages of a pipeline, or where each rank's optimizer
+    steps it together with parameters of that rank alone.
     """
     part = group[0]
     ranks = {each.rank for each in group}
-    if _are_stages(segment, again, group, by_name):
+    if _are_own(segment, again, group, by_name):
         return False
     if part.param.value.numel() == 1 or any(ranks.issubset(s.wrapped) for s in segment.steps[part.rank]):
         return True
@@ -727,6 +728,25 @@ def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: d
             if (name in MOVES or name in ("add", "add_")) and summed.intersection(taken):
                 summed.update(event.outs)
     return False
+
+
+def _are_own(segment: Segment, again: Again, group: Sequence[Part], by_name: dict[str, list[Part]]) -> bool:
+    """Whether a parameter that begins as one number is known to be one of each rank."""
+    return _among_own(segment, group) or _are_stages(segment, again, group, by_name)
+
+
+def _among_own(segment: Segment, group: Sequence[Part]) -> bool:
+    """Whether all other parameters of its optimizers differ between the ranks; those that begin as one number may."""
+    others = []
+    for part in group:
+        value, steps = part.param.value, segment.steps[part.rank]
+        values = [[param.value for param in step.params] for step in steps]
+        of_it = [own for own in values if any(x.shape == value.shape and torch.equal(x, value) for x in own)]
+        others.append([x for own in of_it for x in own if not is_constant(x)])
+    return bool(others[0]) and all(
+        any(x.shape != column[0].shape or not torch.equal(x, column[0]) for x in column)
+        for column in itertools.zip_longest(*others, fillvalue=torch.empty(0))
+    )
 
 
 def _are_stages(
