@@ -181,7 +181,7 @@ def test_backward_is_launched_at_the_wait_and_waited_for_at_the_call() -> None:
         y = gm.shift(x.exp())  # meanwhile
         (pending.wait().sum() * y.sum()).backward()
 
-    run = simulate(step, 2, model=CostModel(Link(latency_us=20_000, gbytes_per_s=1)))
+    run = simulate(step, 2, model=CostModel(Link(latency_us=2_000_000, gbytes_per_s=1)))
     seen = {(e.verb, e.phase): e for e in run.events.select(rank=0)}
     gather, forward = seen["all_gather", "forward"], seen["shift", "forward"]
     scatter, backward = seen["reduce_scatter", "backward"], seen["shift", "backward"]

@@ -736,7 +736,12 @@ def _are_own(segment: Segment, again: Again, group: Sequence[Part], by_name: dic
 
 
 def _among_own(segment: Segment, group: Sequence[Part]) -> bool:
-    """Whether all other parameters of its optimizers differ between the ranks; those that begin as one number may."""
+    """Whether it is one number, and all other parameters of its optimizers differ between the ranks.
+
+    Those that begin as one number may be equal. A longer one may be a norm's, beside shards.
+    """
+    if group[0].param.value.numel() > 1:
+        return False
     others = []
     for part in group:
         value, steps = part.param.value, segment.steps[part.rank]

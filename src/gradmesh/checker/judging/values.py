@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, listed, with_text
-from gradmesh.checker.judging.parameters import Got, Segment, is_constant, is_sum, near
+from gradmesh.checker.judging.parameters import Got, Segment, in_double, is_constant, is_sum, near
 from gradmesh.checker.trace import (
     MOVES,
     Lost,
@@ -1046,5 +1046,5 @@ def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]
 
 def _spread(values: Sequence[Tensor]) -> float:
     """How far ranks' values are from their mean."""
-    every = torch.stack([x.detach().double() for x in values])
+    every = torch.stack([in_double(x.detach()) for x in values])
     return float((every - every.mean(0)).norm())
