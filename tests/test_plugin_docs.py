@@ -6,8 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed.fsdp  # noqa: F401
 
+import gradmesh.checker.report  # noqa: F401
+import gradmesh.checker.run  # noqa: F401
+import gradmesh_pytest.plans  # noqa: F401
 from tests.test_plugin import OPTIONS
+
+# The unused imports: pytester unloads what the tests of a page load first, and torch cannot be loaded twice.
 
 pytest_plugins = ["pytester"]
 
