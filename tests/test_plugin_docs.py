@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.fsdp  # noqa: F401
 
-import gradmesh.checker.report  # noqa: F401
+import gradmesh.checker.report
 import gradmesh.checker.run  # noqa: F401
 import gradmesh_pytest.plans  # noqa: F401
 from tests.test_plugin import OPTIONS
