@@ -1,4 +1,4 @@
-"""Random programs in mixed precision, held against one process: autocast, loss scaling, bf16 parameters."""
+"""Random programs in mixed precision, compared with one process: autocast, loss scaling, bf16 parameters."""
 
 from __future__ import annotations
 

@@ -66,9 +66,11 @@ def assert_right(
         ...     assert_right("train.py", "--tiny", ranks=2)
     """
     __tracebackhide__ = True
+    from gradmesh._util.environment import require
     from gradmesh.checker import findings
     from gradmesh.checker.run import Target, check_script
 
+    require("cli", "assert_right")
     with tempfile.TemporaryDirectory() as folder:
         if callable(target):
             script = Path(folder) / "on_each_rank.py"

@@ -1,4 +1,4 @@
-"""Layers on fields and graphs that are cut over ranks, and dense ones."""
+"""Layers on fields and graphs that are sharded over ranks, and dense ones."""
 
 from __future__ import annotations
 
