@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
@@ -240,6 +241,37 @@ def test_async_calls_and_torch_collectives_do_not_interfere(processes: Ranks) ->
 def test_async_calls_and_torch_collectives_do_not_interfere_on_threads(threads: Ranks) -> None:
     first, second = threads(2)(raw_calls_between)
     assert first == second
+
+
+def sync_call_between(operand: Callable[[], Tensor]) -> list[float]:
+    """An async call before a sync one on rank 0, after it on rank 1, which a sync one could not be."""
+    gm.all_gather(operand(), async_op=True).wait()
+    x = random(2)
+    if gm.rank() == 0:
+        pending = gm.all_gather(x, async_op=True)
+        summed = gm.all_reduce(x, dst=gm.R)
+        return [*pending.wait().tolist(), *summed.tolist()]
+    summed = gm.all_reduce(x, dst=gm.R)
+    return [*gm.all_gather(x, async_op=True).wait().tolist(), *summed.tolist()]
+
+
+def on_meta() -> Tensor:
+    return torch.empty(2, dtype=T, device="meta")
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, dtype=T)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("operand", [on_meta, fake])
+def test_calls_are_async_after_the_same_call_of_a_tensor_without_data(
+    operand: Callable[[], Tensor], threads: Ranks, processes: Ranks
+) -> None:
+    for ranks in (threads, processes):
+        first, second = ranks(2)(sync_call_between, operand)
+        assert first == second
 
 
 # ---- Pending

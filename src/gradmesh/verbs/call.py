@@ -227,7 +227,7 @@ class Call:
         kept = None if compiling() else getattr(self.axis.group, "kept", None)
         if kept is None:  # a group of another package keeps nothing
             return kind(self.axis, *fields, **self.precision)
-        key = (kind, self.axis.name, self._async, fields, *self.precision.values())
+        key = (kind, type(self.axis), self.axis.name, fields, *self.precision.values())
         try:
             found: OpT | None = kept.get(key)
         except TypeError:  # symbolic sizes are not hashable
