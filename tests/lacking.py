@@ -1,7 +1,7 @@
 """gradmesh in a torch that lacks a private name: what it warns of, what still works, what it refuses.
 
-Run as `python -m tests.lacking NAME...`; writes one JSON object per name. Each name has a process of its own, a fork of
-one that has imported torch but not gradmesh.
+Run as `python -m tests.lacking NAME... --import NAME...`; writes one JSON object per name. Each name has a process of
+its own, a fork of one that has imported torch but not gradmesh. Those after `--import` are imported without and no more.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def outcome(feature: Callable[[Any], bool], gm: Any) -> str:
             dist.destroy_process_group()
 
 
-def report(path: str) -> dict[str, Any]:
-    """What gradmesh says at import without that name, and what became of each feature."""
+def report(path: str, features: dict[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """What gradmesh says at import without that name, and what became of these features."""
     put_back = remove(path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -304,23 +304,28 @@ def report(path: str) -> dict[str, Any]:
         "warnings": [(each.category.__name__, str(each.message)) for each in caught],
         "features": {
             name: outcome(feature, gm)
-            for name, feature in FEATURES.items()
+            for name, feature in features.items()
             if path in SEEN_BY_COMPILERS or not name.startswith(("compiled", "reorderable"))
         },
     }
 
 
 def main(paths: list[str]) -> None:
-    """Print a report of each name, or of an untouched torch where there is none."""
+    """Print a report of each name."""
     torch.set_num_threads(1)
-    at_work = 0
+    at_work, features = 0, FEATURES
     for path in paths:
+        if path == "--import":
+            features = {}
+            continue
         sys.stdout.flush()
         if at_work == (os.cpu_count() or 1):
             os.wait()
             at_work -= 1
         if os.fork() == 0:
-            os.write(1, f"{json.dumps(report(path))}\n".encode())  # whole, beside what the others write
+            os.write(
+                1, f"{json.dumps(report(path, features))}\n".encode()
+            )  # whole, beside what the others write
             os._exit(0)
         at_work += 1
     for _ in range(at_work):

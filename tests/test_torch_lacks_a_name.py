@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,43 @@ SELDOM = {
 }
 """Names without which programs are compiled, which takes long, and of which others are like them: in the sweep only."""
 
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in _torch.RELIED_ON]
+
+def tried_in_the_sweep() -> set[str]:
+    """Names whose features are tried in the sweep only: those like two others, for the same features are refused."""
+    found, like = set(SELDOM), Counter[frozenset[str]]()
+    for name in _torch.RELIED_ON:
+        kind = frozenset(REFUSED.get(name, ()))
+        like[kind] += name not in SELDOM
+        if like[kind] > 2:
+            found.add(name)
+    return found
+
+
+_FEATURES = "test_without_a_name_a_feature_is_right_or_refused"
+
+
+def names_but(seldom: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in seldom)) for name in _torch.RELIED_ON]
 
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `tests/lacking.py` finds without each of the names that are asked for."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = {str(test.callspec.params["name"]) for test in tests if "reports" in test.fixturenames}
+    asked = [test for test in tests if "reports" in test.fixturenames]
+    tried = {test.callspec.params["name"] for test in asked if test.originalname == _FEATURES}
+    imported = {test.callspec.params["name"] for test in asked} - tried
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.lacking", *sorted(asked)],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.lacking",
+            *sorted(tried),
+            "--import",
+            *sorted(imported),
+        ],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
@@ -124,7 +152,7 @@ def test_every_name_that_is_expected_to_be_refused_is_relied_on() -> None:
     assert set.union(*REFUSED.values()) <= set(FEATURES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names_but(SELDOM))
 def test_missing_private_name_warns_once_with_the_consequence(name: str, reports: dict[str, Any]) -> None:
     ((category, text),) = reports[name]["warnings"]
     assert category == gm.TorchWarning.__name__
@@ -133,7 +161,7 @@ def test_missing_private_name_warns_once_with_the_consequence(name: str, reports
     assert text.count("\n") == 3, "it names others"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names_but(tried_in_the_sweep()))
 def test_without_a_name_a_feature_is_right_or_refused(name: str, reports: dict[str, Any]) -> None:
     features: dict[str, str] = reports[name]["features"]
     refused = REFUSED.get(name, set())
