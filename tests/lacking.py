@@ -1,7 +1,7 @@
 """gradmesh in a torch that lacks a private name: what it warns of, what still works, what it refuses.
 
 Run as `python -m tests.lacking NAME... --import NAME...`; writes one JSON object per name. Each name has a process of
-its own, a fork of one that has imported torch but not gradmesh. Those after `--import` are imported without and no more.
+its own, a fork of one that has imported torch but not gradmesh. Those after `--import` have no feature tried.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from gradmesh.errors import ArgumentError, MissingExtraError, RankError
 from gradmesh.launch import launch, pickling
 
-pytestmark = pytest.mark.fresh_ranks
-
 CELL = "/tmp/ipykernel_1/2718.py"
 
 

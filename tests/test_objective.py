@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import gradmesh as gm
 from gradmesh._torch import LastPass
 from gradmesh.autograd.averaging import averaging
+from gradmesh_pytest.running import World
 from tests import objective_programs
 from tools import objectives
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
+Worlds = Callable[..., World]
 T = torch.float64
 
 
@@ -42,11 +44,12 @@ def worst(wrapper: str, meshes: list[str], masks: list[str], steps: list[int]) -
 
 @pytest.mark.processes
 @pytest.mark.parametrize("wrapper", objectives.WRAPPERS)
+@pytest.mark.parametrize(("backend", "steps"), [("shm", 1), ("gloo", 3)])
 def test_gradients_are_those_of_one_process_under_every_wrapper_mask_mesh_and_accumulation(
-    wrapper: str, processes: Ranks
+    backend: str, steps: int, wrapper: str, worlds: Worlds
 ) -> None:
-    everything = wrapper, list(objectives.MESHES), list(objectives.MASKS), [1, 3]
-    assert processes(4)(worst, *everything) == [{}] * 4
+    everything = wrapper, list(objectives.MESHES), list(objectives.MASKS), [steps]
+    assert worlds(4, backend, 240).run(worst, *everything) == [{}] * 4
 
 
 @pytest.mark.processes
@@ -175,11 +178,11 @@ def test_random_objectives_are_those_of_one_process(seeds: range, threads: Ranks
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "shm"), (4, "gloo")])
 def test_each_parameter_has_its_factor_whatever_wraps_it_and_whatever_sums_it(
-    ranks: int, processes: Ranks
+    ranks: int, backend: str, worlds: Worlds
 ) -> None:
-    assert processes(ranks)(objective_programs.deviations, range(8), ranks) == [{}] * ranks
+    assert worlds(ranks, backend, 240).run(objective_programs.deviations, range(8), ranks) == [{}] * ranks
 
 
 @pytest.mark.slow
@@ -415,8 +418,8 @@ def compiled_layers() -> list[float]:
 
 
 @pytest.mark.processes
-def test_a_compiled_region_shows_its_parameters(processes: Ranks) -> None:
-    assert max(map(max, processes(2)(compiled_layers))) < 1e-12
+def test_a_compiled_region_shows_its_parameters(compiling: Ranks) -> None:
+    assert max(map(max, compiling(2)(compiled_layers))) < 1e-12
 
 
 def graphs_at_once() -> list[float]:
@@ -755,8 +758,8 @@ def compiled() -> list[object]:
 
 
 @pytest.mark.processes
-def test_an_objective_compiles_in_one_graph(processes: Ranks) -> None:
-    for eager, one_graph in processes(2)(compiled):
+def test_an_objective_compiles_in_one_graph(compiling: Ranks) -> None:
+    for eager, one_graph in compiling(2)(compiled):
         assert one_graph == pytest.approx(eager)
 
 
