@@ -51,12 +51,12 @@ def flat(program: Program) -> list[Leaf | Local | Verb]:
 
 
 @pytest.mark.timeout(120)
-def test_two_hundred_programs_are_right_or_refused(pools: Pools) -> None:
-    summary = attack(200, pools, seed=SEED)
+def test_a_hundred_programs_are_right_or_refused(pools: Pools) -> None:
+    summary = attack(100, pools, seed=SEED)
     assert not summary.findings, str(summary)
-    assert summary.programs == 200
+    assert summary.programs == 100
     right = sum(n for (_, kind), n in summary.counts.items() if kind == "right")
-    assert right > 140, str(summary)
+    assert right > 70, str(summary)
 
 
 def test_they_have_every_verb_every_derivative_and_every_kind_of_mesh() -> None:

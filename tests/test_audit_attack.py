@@ -350,7 +350,10 @@ def held_against_what_is_meant(verb: str, size: int) -> tuple[int, int, int]:
     return accepted, unmeant, wrong
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(v, marks=[] if v in ("shift", "all_reduce", "shard") else pytest.mark.slow) for v in VERBS],
+)
 def test_backward_that_fits_no_interpretation_is_found(verb: str) -> None:
     """Also where another reading fits, as P -> P does for a ring shift that hands back gradients as they came."""
     accepted, unmeant, wrong = held_against_what_is_meant(verb, 3)
@@ -366,7 +369,9 @@ def test_backward_that_fits_no_interpretation_is_found_on_other_sizes(verb: str,
     held_against_what_is_meant(verb, size)
 
 
-@pytest.mark.parametrize("seed", range(300, 306))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[] if s in (303, 304) else pytest.mark.slow) for s in range(300, 306)]
+)
 def test_a_right_chain_is_accepted_as_it_is_meant(seed: int) -> None:
     """Of the sixteen readings those that hold without asking are accepted too, and none that does not hold."""
     size = 3
