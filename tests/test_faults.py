@@ -13,8 +13,6 @@ import torch.distributed as dist
 import gradmesh as gm
 from tools.faults import SECONDS, Trial, page, table, trial
 
-pytestmark = pytest.mark.fresh_ranks
-
 ON_THREADS = [
     ("raises", "call"),
     ("raises", "backward pass"),

@@ -23,8 +23,6 @@ import gradmesh.launch  # noqa: F401 - the module; the package may export a func
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks, launch
 
-pytestmark = pytest.mark.fresh_ranks
-
 launch_module = sys.modules["gradmesh.launch"]
 
 

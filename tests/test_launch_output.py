@@ -23,8 +23,6 @@ from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks, launch
 from gradmesh.launch.output import LineSplitter, OutputPipes, Screen
 
-pytestmark = pytest.mark.fresh_ranks
-
 Run = Callable[..., list[Any]]
 
 

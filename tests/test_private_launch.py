@@ -24,8 +24,6 @@ from gradmesh.backends.shm.shared_memory import TOKEN, Segment, chunk_bytes, seg
 from gradmesh.errors import AbortedError, NotInitializedError
 from gradmesh.launch.process_ranks import PrivateStore, join
 
-pytestmark = pytest.mark.fresh_ranks
-
 # ---- what listens
 
 

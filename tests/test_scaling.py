@@ -62,7 +62,7 @@ def test_a_factor_for_each_row_under_vmap() -> None:
 
 
 @pytest.mark.parametrize("s", [0.25, torch.tensor(0.25, dtype=torch.float64)])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_it_compiles_as_one_graph(backend: str, s: float | Tensor) -> None:
     torch.compiler.reset()
     x = data().requires_grad_()
