@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradmesh_demos import forces
+
 from tools.charts import save
 
 
 def main(arguments: Sequence[str], into: Path) -> int:
-    """Run it."""
+    """Run it, and draw it."""
     figure = forces.draw(forces.run(forces.Job()))
     save(figure, into, "Forces predicted and right, rows sent, energies in molecular dynamics")
     return 0
