@@ -295,6 +295,9 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
     Returns:
         A state dict for `load_state_dict` of the dense module. No tensor requires grad.
 
+    Raises:
+        ArgumentError: an axis has another number of ranks than when a layer was constructed.
+
     Example:
         >>> def on_each_rank():
         ...     dense = torch.nn.Linear(2, 4)
