@@ -39,6 +39,15 @@ def test_each_page_exists_and_its_tool_can_write_it(page: str) -> None:
     assert list(inspect.signature(main).parameters) == ["arguments", "into"]
 
 
+def test_every_picture_of_the_docs_has_colours_for_a_dark_page() -> None:
+    docs = report.ROOT / "docs"
+    pictures = [path for kind in ("svg", "png", "jpg") for path in docs.rglob(f"*.{kind}")]
+    assert len(pictures) > 30
+    for path in pictures:
+        if path.parent.name != "badges":  # they have a ground of their own
+            assert "prefers-color-scheme" in path.read_bytes().decode(errors="replace"), path
+
+
 def test_no_tool_writes_a_page_by_an_option_of_its_own() -> None:
     files = [path for folder in ("tools", "benchmarks") for path in (report.ROOT / folder).rglob("*.py")]
     having = {path.parts[-2:] for path in files if '"--write"' in path.read_text()}

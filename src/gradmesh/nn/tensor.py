@@ -1009,7 +1009,7 @@ def _ancestors(module: nn.Module, name: str) -> list[nn.Module]:
     return [module.get_submodule(".".join(steps[:depth])) for depth in range(len(steps))]
 
 
-def _unsupported(each: nn.Module, style: str, ancestors: list[nn.Module]) -> str:
+def _unsupported(each: nn.Module, style: Style, ancestors: list[nn.Module]) -> str:
     """Why a style does not support a module; empty if it does."""
     kind = _DENSE.get(style)
     if _is_adapter(each) and style != "replicated":
@@ -1047,27 +1047,20 @@ def _adapted(each: nn.Module, style: Style, by_rows: bool) -> dict[nn.Module, St
 
     The other factor works on all features, `by_rows` on local rows. None for any other module or style.
     """
-    base, low, high = (getattr(each, name, None) for name in ("base_layer", "lora_A", "lora_B"))
-    others = {
-        name
-        for name, part in each.named_children()
-        if name != "lora_dropout" and len(list(part.parameters()))
-    }
-    factors = (
-        isinstance(low, nn.ModuleDict) and isinstance(high, nn.ModuleDict) and [*low.values(), *high.values()]
-    )
+    parts = {name: part for name, part in each.named_children() if any(True for _ in part.parameters())}
+    parts.pop("lora_dropout", None)
+    low, high = parts.get("lora_A"), parts.get("lora_B")
     if (
         style not in ("column", "column, gathered", "row")
-        or not isinstance(base, nn.Module)
-        or not factors
         or type(each).__name__ != "Linear"  # other classes have a forward of their own, as some variants do
         or getattr(each, "lora_variant", None)
-        or others != {"base_layer", "lora_A", "lora_B"}
-        or any(type(factor) is not nn.Linear for factor in factors)
+        or set(parts) != {"base_layer", "lora_A", "lora_B"}
+        or not (isinstance(low, nn.ModuleDict) and isinstance(high, nn.ModuleDict))
+        or any(type(factor) is not nn.Linear for factor in (*low.values(), *high.values()))
     ):
         return None
     cut, whole = (low, high) if style == "row" else (high, low)
-    found: dict[nn.Module, Style] = {base: style, **dict.fromkeys(cut.values(), style)}
+    found: dict[nn.Module, Style] = {parts["base_layer"]: style, **dict.fromkeys(cut.values(), style)}
     if by_rows and style != "column, gathered":
         found |= dict.fromkeys(whole.values(), "replicated")
     return found
