@@ -8,7 +8,7 @@ import pytest
 
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.lines import Line, lines_of
-from gradmesh.checker.picture import draw
+from gradmesh.checker.picture import drawn
 from gradmesh.checker.run import Target, check_script
 from tests.scripts import WRONG
 
@@ -37,5 +37,5 @@ def test_picture_has_lines_with_the_types_of_their_results(tmp_path: Path) -> No
     ]
     assert lines[4].takes == (3,)
     picture = tmp_path / "types.png"
-    draw(lines, verdict.findings, picture, "a program")
+    drawn(lines, verdict.findings, "a program").savefig(picture)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -28,7 +28,7 @@ def test_every_command_on_a_page_is_of_a_page_in_the_table() -> None:
         assert len(MARK.findall(text)) == text.count(pages.END), own
         for command in MARK.findall(text):
             assert own.startswith(command.split()[3]), f"{own} has a part of {command}"
-    unnamed = {page for page in report.PAGES if page.startswith("docs") and page != "docs/point.svg"} - named
+    unnamed = {page for page in report.PAGES if page.startswith("docs") and not page.endswith(".svg")} - named
     assert unnamed == MADE_BY_MAKE_DOCS - {"README.md"}
 
 
@@ -37,6 +37,15 @@ def test_each_page_exists_and_its_tool_can_write_it(page: str) -> None:
     assert (report.ROOT / page).exists()
     main = import_module(report.PAGES[page]).main
     assert list(inspect.signature(main).parameters) == ["arguments", "into"]
+
+
+def test_every_picture_of_the_docs_has_colours_for_a_dark_page() -> None:
+    docs = report.ROOT / "docs"
+    pictures = [path for kind in ("svg", "png", "jpg") for path in docs.rglob(f"*.{kind}")]
+    assert len(pictures) > 30
+    for path in pictures:
+        if path.parent.name != "badges":  # they have a ground of their own
+            assert "prefers-color-scheme" in path.read_bytes().decode(errors="replace"), path
 
 
 def test_no_tool_writes_a_page_by_an_option_of_its_own() -> None:

@@ -381,7 +381,136 @@ def test_a_layer_in_an_adapter_is_refused_by_its_name(threads: Threads, pattern:
     for text in threads(2)(found):
         assert f"'{pattern}'" in text
         assert "adapter" in text
-        assert "before adding adapters" in text
+        assert "use plain LoRA on a linear layer" in text
+
+
+def _lora_layer(base: nn.Module, wide: int, out: int) -> nn.Module:
+    """A layer with LoRA, as peft makes it: a class of the name Linear."""
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = base.requires_grad_(False)
+            self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(wide, 2, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2, out, bias=False)})
+            self.lora_magnitude_vector = nn.ModuleDict()
+
+        def forward(self, x: Tensor) -> Tensor:
+            low = self.lora_A["default"](self.lora_dropout["default"](x))
+            y: Tensor = self.base_layer(x) + 0.5 * self.lora_B["default"](low)
+            return y
+
+    return Linear()
+
+
+@pytest.mark.parametrize("kind", [Conv1D, lambda nf, nx: nn.Linear(nx, nf)])
+@pytest.mark.parametrize("first", ["column", "column, gathered"])
+@pytest.mark.parametrize("rows", [None, "balanced"])
+def test_lora_is_sharded_with_its_layer_and_is_that_of_the_dense_model(
+    threads: Threads, kind: Callable[[int, int], nn.Module], first: Any, rows: Any
+) -> None:
+    if rows and first != "column":
+        pytest.skip("a gathered layer takes all rows")
+    layers = [_lora_layer(kind(5, 3), 3, 5), nn.Tanh(), _lora_layer(kind(3, 5), 5, 3)]
+    dense = _filled(nn.Sequential(*layers))
+    x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dense(x).pow(3).sum().backward()
+    trained = {name: each.grad for name, each in dense.named_parameters() if each.requires_grad}
+    assert len(trained) == 4
+
+    def found() -> tuple[Tensor, dict[str, Tensor], list[bool]]:
+        net: Any = copy.deepcopy(dense)
+        net.zero_grad()
+        gm.nn.tensor_parallel(
+            net,
+            {"0": first, "2": "row"},
+            sequence_dim=0 if rows else None,
+            rows=rows,
+            sizes={"0": (1, 0, 4), "2": (1, 0, 4)},
+        )
+        if first != "column":
+            net[2].base_layer.split_input = net[2].lora_A["default"].split_input = True
+        y = net(gm.shard(x) if rows else x)
+        y.pow(3).sum().backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.grad)
+        whole = gm.all_gather(y.detach(), sizes="auto") if rows else y.detach()
+        return whole, gm.nn.dense_state_dict(net), [each.requires_grad for each in net.parameters()]
+
+    for y, state, learns in threads(3)(found):
+        torch.testing.assert_close(y, dense(x).detach())
+        assert sum(learns) == 4
+        for name, slope in trained.items():
+            torch.testing.assert_close(state[name], slope)
+
+
+def test_an_adapter_that_changes_a_sharded_parameter_is_refused_by_the_name_of_the_layer(
+    threads: Threads,
+) -> None:
+    class _LoraParameterProxy(nn.Module):
+        """What peft registers on a parameter in each call, for `target_parameters`."""
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + 1
+
+    def found() -> str:
+        net: Any = _filled(nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 4))}))
+        gm.nn.tensor_parallel(net, {"a.0": "column"})
+        nn.utils.parametrize.register_parametrization(net["a"][0], "weight", _LoraParameterProxy())
+        with pytest.raises(
+            gm.ArgumentError, match=r"changes the sharded parameter weight of 'a\.0'"
+        ) as caught:
+            net["a"][0](torch.zeros(1, 2, dtype=torch.float64))
+        return str(caught.value)
+
+    for text in threads(2)(found):
+        assert "target_modules before tensor_parallel" in text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft of names in transformers
+def test_lora_of_peft_on_a_gpt2_of_transformers_is_that_of_the_dense_model(threads: Threads) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    peft: Any = pytest.importorskip("peft")
+    shape = {"n_positions": 8, "n_embd": 12, "n_layer": 1, "n_head": 3, "bos_token_id": 0, "eos_token_id": 0}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=29, **shape, **off)).double()
+    lora = peft.LoraConfig(r=2, target_modules=["c_fc", "mlp.c_proj"], fan_in_fan_out=True)
+    dense = peft.get_peft_model(model, lora).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 5)
+    ids = torch.randint(0, 29, (2, 7), generator=generator)
+    loss = dense(ids, labels=ids).loss
+    loss.backward()
+    trained = {name: each.grad for name, each in dense.named_parameters() if each.requires_grad}
+    assert len(trained) == 4
+
+    def found() -> tuple[Tensor, dict[str, Tensor]]:
+        net: Any = copy.deepcopy(dense)
+        net.zero_grad()
+        gm.nn.tensor_parallel(net, {"*.c_fc": "column", "*.mlp.c_proj": "row"})
+        loss = net(ids, labels=ids).loss
+        loss.backward()
+        slopes = {name: each.grad for name, each in net.named_parameters() if each.requires_grad}
+        state = gm.nn.dense_state_dict(net)
+        assert all(torch.equal(state[name], each) for name, each in dense.named_parameters())
+        cuts = {name: each.cuts for name, each in net.named_modules() if hasattr(each, "cuts")}
+        whole = {}
+        for name, slope in slopes.items():
+            cut = cuts.get(name.removesuffix(".weight"), {}).get("weight")
+            whole[name] = slope if cut is None else gm.all_gather(slope, dim=cut.dim, sizes=cut.sizes)
+        merged: Tensor = net.merge_and_unload()(ids, labels=ids).loss
+        torch.testing.assert_close(merged, loss)
+        return loss.detach(), whole
+
+    for value, slopes in threads(2)(found):
+        torch.testing.assert_close(value, loss.detach())
+        for name, slope in trained.items():
+            torch.testing.assert_close(slopes[name], slope)
 
 
 def test_a_parallel_layer_shows_the_name_that_it_has_in_its_module(threads: Threads) -> None:

@@ -12,14 +12,29 @@ from matplotlib.figure import Figure
 WIDTH = 4.9
 """Inches. A chart this wide shows its text at two thirds of its size on a phone, and at full size elsewhere."""
 
-_THEME = """<style>
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 !important }
-  [style*="fill: #ffffff"] { fill: #1b1f24 !important }
-  [style*="stroke: #000000"] { stroke: #e6edf3 !important }
-  [style*="stroke: #0072b2"] { stroke: #4aa3e8 !important }
-  [style*="fill: #0072b2"] { fill: #4aa3e8 !important }
+_ON_DARK = {
+    "#000000": "#e6edf3",
+    "#ffffff": "#1b1f24",
+    "#444444": "#c9d1d9",
+    "#0072b2": "#4aa3e8",
+    "#1f77b4": "#5fa8dd",
+    "#9fcbe6": "#34627f",
+    "#f2be98": "#8a5433",
+    "#dddddd": "#5b626b",
+    "#c00000": "#ff6b6b",
 }
+"""The colours that a dark page needs in place of those for a light one; others serve both."""
+
+_RULES = "\n".join(
+    f'  [style*="{name}: {light}"] {{ {name}: {dark} !important }}'
+    for light, dark in _ON_DARK.items()
+    for name in ("fill", "stroke")
+)
+_THEME = f"""<style>
+@media (prefers-color-scheme: dark) {{
+  text {{ fill: #e6edf3 !important }}
+{_RULES}
+}}
 </style>
 """
 

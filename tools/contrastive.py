@@ -2,6 +2,7 @@
 
 python -m tools.contrastive                                # time and memory of a global batch of 16,384
 python -m tools.contrastive large                          # of 65,536, which only tiles can do
+python -m tools.contrastive small                          # batches whose logits are one tile, NT-Xent too
 python -m tools.contrastive recall                         # what more negatives bring, on three seeds
 python -m tools.report docs/reports/contrastive.md         # all of it, into the page; some ten minutes
 """
@@ -38,12 +39,28 @@ def local_loss(left: Tensor, right: Tensor, scale: Tensor, *, gathered: bool = T
     return (cross_entropy(to_right, places) + cross_entropy(to_left, places)) / 2
 
 
+def local_nt_xent(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    """The mean over this rank's views: the logits to all, masked where a view meets itself, and a cross entropy."""
+    n, total = len(left), len(left) * gm.world_size()
+    first = torch.arange(n) + n * gm.rank()
+    itself, other = torch.cat([first, first + total]), torch.cat([first + total, first])
+    logits = scale * torch.cat([left, right]) @ torch.cat([gm.all_gather(left), gm.all_gather(right)]).T
+    return cross_entropy(logits.masked_fill(itself[:, None] == torch.arange(2 * total), -torch.inf), other)
+
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 WAYS: dict[str, Loss] = {
     "local logits": local_loss,
     'gather="all"': lambda left, right, scale: gm.nn.clip_loss(left, right, scale),
     'gather="ring"': lambda left, right, scale: gm.nn.clip_loss(left, right, scale, gather="ring"),
+}
+
+SMALL_WAYS: dict[str, Loss] = {
+    "local logits, CLIP": local_loss,
+    "`clip_loss`": WAYS['gather="all"'],
+    "local logits, NT-Xent": local_nt_xent,
+    "`nt_xent_loss`": lambda left, right, scale: gm.nn.nt_xent_loss(left, right, 1 / scale),
 }
 
 MIB = 2**20
@@ -71,7 +88,7 @@ def steps(ways: Sequence[str], samples: int, features: int, repeats: int) -> dic
         for way in ways:
             left.grad = right.grad = scale.grad = None
             seconds: list[float] = []
-            most = peak(partial(_step, WAYS[way], (left, right, scale), seconds))
+            most = peak(partial(_step, {**WAYS, **SMALL_WAYS}[way], (left, right, scale), seconds))
             found[way].append(Step(seconds[0], most / MIB))
     return found
 
@@ -172,10 +189,10 @@ SAMPLES, LARGE = 16_384, 65_536
 LOCAL = "local logits"
 
 
-def taken(ways: list[str], samples: int, repeats: int) -> dict[str, Step]:
+def taken(ways: list[str], samples: int, repeats: int, count: int = RANKS) -> dict[str, Step]:
     """The median of each way's steps, of the slowest and of the largest rank."""
-    with gm.Ranks(RANKS, backend="shm", timeout=1800) as ranks:
-        ranks.run(steps, ways, 1024, FEATURES, 1)  # what is made once
+    with gm.Ranks(count, backend="shm", timeout=1800) as ranks:
+        ranks.run(steps, ways, 512 * count, FEATURES, 1)  # what is made once
         found = ranks.run(steps, ways, samples, FEATURES, repeats)
     medians = {}
     for way in ways:
@@ -219,16 +236,30 @@ def _large(_: argparse.Namespace) -> tuple[str, bool]:
     )
 
 
+def _small(parsed: argparse.Namespace) -> tuple[str, bool]:
+    count, worse = 3, False
+    lines = ["| samples of a rank | way | ms | of local logits |", "| ---: | --- | ---: | ---: |"]
+    for samples in (64, 256, 512):
+        found = taken(list(SMALL_WAYS), count * samples, 5 * parsed.repeats, count)
+        for local, ours in zip(list(SMALL_WAYS)[::2], list(SMALL_WAYS)[1::2], strict=True):
+            ratio = found[ours].seconds / found[local].seconds
+            worse |= samples == 512 and ratio > 1.1
+            lines.append(f"| {samples} | {local} | {1e3 * found[local].seconds:.1f} | |")
+            lines.append(f"| {samples} | {ours} | {1e3 * found[ours].seconds:.1f} | {ratio:.2f} |")
+    text = f"{machine(count)}, shm, {FEATURES} features; medians of {5 * parsed.repeats} steps of the slowest rank"
+    return "\n".join([f"{text}, all ways in turn:", "", *lines]), worse
+
+
 def _recall(parsed: argparse.Namespace) -> tuple[str, bool]:
     return recall_table(recalls(range(parsed.seeds), parsed.steps), parsed.steps), False
 
 
-TABLES = {"steps": _steps, "large": _large, "recall": _recall}
+TABLES = {"steps": _steps, "large": _large, "small": _small, "recall": _recall}
 """What makes each table, and tells whether it is worse than it has to be."""
 
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
-    """Measure; 1 where tiles take 1.1 of the time or an eighth of the memory of local logits, or 1 GiB of the large."""
+    """Measure; 1 where the losses take 1.1 of the time, or tiles an eighth of the memory, of local logits, or 1 GiB."""
     parser = parser_of(__doc__, "python -m tools.contrastive")
     parser.add_argument(
         "what", choices=[[], *TABLES], nargs="*", help="steps, or all for the page, by default"

@@ -3,7 +3,8 @@
 python -m tools.overlap                              # the tables
 python -m tools.overlap --backend shm --program ring  # some of them
 python -m tools.overlap --trace overlap.json          # a step of the chain, for ui.perfetto.dev
-python -m tools.report docs/reports/overlap.md        # the page, and docs/reports/overlap.png
+python -m tools.report docs/reports/overlap.svg       # a picture of a step of the chain
+python -m tools.report docs/reports/overlap.md        # the page, and the picture
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from pathlib import Path
 import torch
 
 import gradmesh as gm
+from gradmesh.verify.timeline_picture import drawn
+from gradmesh.verify.timelines import Timeline
+from tools.charts import save
 from tools.overlap.measure import HALVES, PROGRAMS, Chain, Figures, Pick, link_for, measured, seen, work_alone
 from tools.pages import machine, mark, parser_of, put, table
 
@@ -88,6 +92,18 @@ def _lines(name: str, backend: str, figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def _step(pick: Pick) -> Timeline:
+    """A step of the chain, overlapped, on the slow wire."""
+    with gm.Ranks(RANKS, backend="shm") as ranks:
+        link = link_for(ranks.run, Chain, SHARE * work_alone(ranks.run, Chain, of=pick)["forward"])
+        return seen(ranks.run, Chain, link, "overlapped")
+
+
+def _draw(line: Timeline, path: Path) -> None:
+    title = f"A step of the chain of eight layers on a slow wire, overlapped; {machine(RANKS)}"
+    save(drawn(line.events, line.work, title), path, title)
+
+
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure; 1 where a half of a step on the slow wire takes more than 1.1 times the longer of work and calls."""
     parser = parser_of(__doc__, "python -m tools.overlap")
@@ -107,10 +123,12 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
     torch.set_num_threads(1)
     pick = PICKS[parsed.of]
     if parsed.trace is not None:
-        with gm.Ranks(RANKS, backend="shm") as ranks:
-            link = link_for(ranks.run, Chain, SHARE * work_alone(ranks.run, Chain, of=pick)["forward"])
-            seen(ranks.run, Chain, link, "overlapped").save_trace(parsed.trace)
+        _step(pick).save_trace(parsed.trace)
         return 0
+    if into is not None:
+        _draw(_step(pick), into.with_suffix(".svg"))
+        if into.suffix == ".svg":
+            return 0
     found: list[Row] = []
     for backend in parsed.backend or BACKENDS:
         with gm.Ranks(RANKS, backend=backend) as ranks:
@@ -120,12 +138,6 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
                 for wire in (link, None):
                     found.append((name, backend, measured(ranks.run, make, wire, parsed.repeats, pick)))
                     print(_lines(*found[-1]), flush=True)
-                if into is not None and (backend, name) == ("shm", "chain"):
-                    title = (
-                        f"A step of the chain of eight layers on a slow wire, overlapped; {machine(RANKS)}"
-                    )
-                    line = seen(ranks.run, make, link, "overlapped")
-                    line.save_picture(into.with_suffix(".png"), title)
     if into is not None:
         text = figures_text(found, RANKS, f"the {parsed.of} of {parsed.repeats} steps")
         put(into, mark("docs/reports/overlap.md"), text)

@@ -229,6 +229,8 @@ def draw(result: Result) -> Figure:
     _plot_rows(rows, result)
     _plot_energies(energies, result)
     plain(forces, rows, energies)
+    for axes in (forces, rows, energies):
+        axes.title.set_fontsize(10)  # the longest is as wide as its axes
     return figure
 
 

@@ -73,10 +73,10 @@ def check_command(
         log = sarif(shown, version=__version__, script=script)
         sarif_path.write_text(json.dumps(log, indent=1) + "\n")
     if picture and seen:
-        from gradmesh.checker.picture import draw
+        from gradmesh.checker.picture import drawn
 
         title = f"{target.path_or_module}: what each line makes, over {ranks} ranks"
-        draw(seen[0], shown.findings, picture, title)
+        drawn(seen[0], shown.findings, title).savefig(picture, format="png")
     if as_json:
         data = {**shown.as_json(), "hidden": len(found.hidden), "gone": [str(each) for each in gone]}
         print(json.dumps(data), flush=True)

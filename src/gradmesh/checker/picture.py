@@ -11,7 +11,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.lines import Line
 
-__all__ = ["draw"]
+__all__ = ["drawn"]
 
 _COLOURS = {"V": "#56B4E9", "R": "#F0E442", "I": "#009E73", "P": "#E69F00"}
 _READS = {
@@ -22,8 +22,8 @@ _READS = {
 }
 
 
-def draw(lines: Sequence[Line], findings: Sequence[Finding], path: Path, title: str) -> None:
-    """Write the picture, as PNG; lines that a finding points at have a red edge."""
+def drawn(lines: Sequence[Line], findings: Sequence[Finding], title: str) -> Figure:
+    """The picture; lines that a finding points at have a red edge."""
     marked = {
         str(place) for finding in findings for place in (finding.at, finding.began) if place is not None
     }
@@ -72,4 +72,4 @@ def draw(lines: Sequence[Line], findings: Sequence[Finding], path: Path, title: 
             axes.text(10.2, top + 0.15, line.sends, fontsize=7, va="center", ha="right", style="italic")
     if len(lines) > len(shown):
         axes.text(2.4, height - 0.15, f"and {len(lines) - len(shown)} more lines", fontsize=7.5, va="center")
-    figure.savefig(path, format="png")
+    return figure

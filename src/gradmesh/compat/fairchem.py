@@ -360,7 +360,12 @@ def set_gp_config(config: GraphParallelConfig | Mapping[str, Any] | None) -> Non
 
 
 def get_gp_config() -> GraphParallelConfig | None:
-    """The configuration that was set; else, if the groups are set up, the default with their size; else None."""
+    """The configuration that was set; else, if the groups are set up, the default with their size; else None.
+
+    Example:
+        >>> get_gp_config() is None
+        True
+    """
     found = rank_state().get(GraphParallelConfig)
     return GraphParallelConfig(get_gp_world_size()) if found is None and initialized() else found
 

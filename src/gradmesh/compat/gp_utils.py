@@ -247,12 +247,22 @@ def cleanup_gp() -> None:
 
 
 def initialized() -> bool:
-    """True if the groups are set up."""
+    """True if the groups are set up.
+
+    Example:
+        >>> initialized()
+        False
+    """
     return _groups() is not None
 
 
 def get_dp_group() -> dist.ProcessGroup | None:
-    """The data parallel group of this rank; None (torch's default, the world) before the set-up."""
+    """The data parallel group of this rank; None (torch's default, the world) before the set-up.
+
+    Example:
+        >>> get_dp_group() is None
+        True
+    """
     groups = _groups()
     return groups.data if groups else None
 
@@ -274,7 +284,16 @@ def get_gp_rank() -> int:
 
 
 def get_dp_world_size() -> int:
-    """The number of data parallel ranks; before the set-up all ranks of the world."""
+    """The number of data parallel ranks; before the set-up all ranks of the world.
+
+    Example:
+        >>> def on_each_rank():
+        ...     before = get_dp_world_size()
+        ...     setup_graph_parallel_groups(2, "threads")
+        ...     return before, get_dp_world_size()
+        >>> gm.launch(on_each_rank, 4, backend="threads")[0]
+        (4, 2)
+    """
     return dist.get_world_size(get_dp_group()) if dist.is_initialized() else 1
 
 

@@ -92,6 +92,8 @@ class Parallel(nn.Module):
     def axis(self) -> Axis:
         """The axis, checked to have as many ranks as at construction."""
         axis = resolve(self.over, f"nn.{type(self).__name__}")
+        if "parametrizations" in self._modules:
+            self._check_adapters(axis)
         for name, cut in self.cuts.items():
             if len(cut.sizes) != axis.size:
                 raise ArgumentError(
@@ -106,6 +108,21 @@ class Parallel(nn.Module):
                     )
                 )
         return axis
+
+    def _check_adapters(self, axis: Axis) -> None:
+        """Refuse what peft adds to a sharded parameter for `target_parameters`: its factors would not be sharded."""
+        for name, parametrization in self._modules["parametrizations"].named_children():  # type: ignore[union-attr]
+            if any(type(each).__name__.startswith("_Lora") for each in parametrization.children()):
+                raise ArgumentError(
+                    message(
+                        f"an adapter (LoRA) changes the sharded parameter {name} of {self.path or 'a layer'!r}",
+                        op=f"nn.{type(self).__name__}",
+                        axis=str(axis),
+                        expected="low-rank weights that are sharded with the layer",
+                        got="low-rank weights whose gradients are those of one rank's shard",
+                        remedy="add the adapter with target_modules before tensor_parallel, which then shards both",
+                    )
+                )
 
     def cut(self, dim: int, total: int, sizes: Sequence[int] | None) -> Cut:
         """Shard `total` entries as in `sizes`, or evenly; the first ranks get one more if there is a remainder."""
@@ -277,6 +294,9 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Returns:
         A state dict for `load_state_dict` of the dense module. No tensor requires grad.
+
+    Raises:
+        ArgumentError: an axis has another number of ranks than when a layer was constructed.
 
     Example:
         >>> def on_each_rank():
@@ -751,7 +771,8 @@ def tensor_parallel(
         styles: maps patterns (with * and ?) of names, as in `named_modules`, to styles; the first match counts.
             "column" and "row": `nn.Linear`, or the `Conv1D` of transformers, whose weight stays transposed; "column,
             gathered": a column parallel layer whose outputs are gathered; "vocab": `nn.Embedding`; "replicated": any
-            module that works on local rows, such as the norms of a sequence parallel region.
+            module that works on local rows, such as the norms of a sequence parallel region. A linear layer of peft's
+            LoRA is sharded together with its low-rank weights.
         axis: the ranks.
         sequence_dim: the dim that is sharded between the pairs of layers (sequence parallelism), for all styles but
             "column, gathered".
@@ -765,8 +786,9 @@ def tensor_parallel(
 
     Raises:
         ArgumentError: a pattern matches no module; a style does not support the matched module (a subclass that
-            overrides `forward`, a layer inside a replicated module, an adapter such as LoRA); a tied parameter would be
-            sharded in two ways, or in only one of its layers; invalid `sizes`. The module is unchanged.
+            overrides `forward`, a layer inside a replicated module, an adapter other than LoRA, or a layer in one); a
+            tied parameter would be sharded in two ways, or in only one of its layers; invalid `sizes`. The module is
+            unchanged.
         MismatchError: the ranks' modules or arguments differ; the error names the parameters. The module is unchanged.
 
     Example:
@@ -827,9 +849,9 @@ class _Conversion:
             )
         chosen = self._chosen()
         made, tied = dict[nn.Module, nn.Module](), dict[int, tuple[nn.Parameter, object]]()
-        for each, pattern in chosen.items():
+        for each, (style, pattern) in chosen.items():
             name = self.names[each][0]
-            new = made[each] = self._made(each, pattern)
+            new = made[each] = self._made(each, style, self.sizes.get(pattern))
             new.training = each.training
             if isinstance(new, Parallel):
                 new.path = name
@@ -845,9 +867,9 @@ class _Conversion:
                 )
         return made
 
-    def _chosen(self) -> dict[nn.Module, str]:
-        """The matched modules, and the pattern of each."""
-        unused, chosen = dict.fromkeys(self.styles), dict[nn.Module, str]()
+    def _chosen(self) -> dict[nn.Module, tuple[Style, str]]:
+        """The modules to replace, with the style of each, and the pattern that matched it or its adapter."""
+        unused, chosen = dict.fromkeys(self.styles), dict[nn.Module, tuple[Style, str]]()
         for each, names in self.names.items():
             fitting = (next((one for one in self.styles if fnmatchcase(name, one)), None) for name in names)
             patterns = [pattern for pattern in fitting if pattern is not None]
@@ -869,7 +891,8 @@ class _Conversion:
                     "a submodule of the type that the style supports: "
                     + ", ".join(f"{kind!r} {of.__name__}" for kind, of in _DENSE.items()),
                     f"{patterns[0]!r}: {style!r} for {type(each).__name__} {name!r}",
-                    "call tensor_parallel before adding adapters, or merge them first"
+                    "use plain LoRA on a linear layer, with a pattern that matches only the layer that contains "
+                    "base_layer; or merge the adapters first"
                     if "adapter" in why
                     else "use a style of this list, and a pattern that matches only layers of its type",
                 )
@@ -887,7 +910,8 @@ class _Conversion:
                     "use patterns that replicate its siblings one by one, instead of the enclosing module",
                 )
             if not within:  # else the enclosing module replicates it too
-                chosen[each] = patterns[0]
+                adapted = _adapted(each, style, self.sequence_dim is not None)
+                chosen |= {part: (how, patterns[0]) for part, how in (adapted or {each: style}).items()}
         if unused:
             self._refuse(
                 "a pattern matches no module",
@@ -898,8 +922,7 @@ class _Conversion:
             )
         return chosen
 
-    def _made(self, each: Any, pattern: str) -> nn.Module:
-        style, sizes = self.styles[pattern], self.sizes.get(pattern)
+    def _made(self, each: Any, style: Style, sizes: Sequence[int] | None) -> nn.Module:
         options: dict[str, Any] = {"sequence_dim": self.sequence_dim, "rows": self.rows, "sizes": sizes}
         if style == "replicated":
             return Replicated(each, self.axis)
@@ -986,13 +1009,17 @@ def _ancestors(module: nn.Module, name: str) -> list[nn.Module]:
     return [module.get_submodule(".".join(steps[:depth])) for depth in range(len(steps))]
 
 
-def _unsupported(each: nn.Module, style: str, ancestors: list[nn.Module]) -> str:
+def _unsupported(each: nn.Module, style: Style, ancestors: list[nn.Module]) -> str:
     """Why a style does not support a module; empty if it does."""
     kind = _DENSE.get(style)
     if _is_adapter(each) and style != "replicated":
-        return "it is an adapter (LoRA), whose low-rank weights would not be sharded"
-    if ancestors and _is_adapter(ancestors[-1]):
-        return "it is wrapped by an adapter (LoRA), whose low-rank weights would not be sharded"
+        if _adapted(each, style, False) is None:
+            return (
+                "it is an adapter other than LoRA on a linear layer, whose own weights would not be sharded"
+            )
+        return _unsupported(each.get_submodule("base_layer"), style, [nn.Module()])
+    if style != "replicated" and any(map(_is_adapter, ancestors)):
+        return "it is a part of an adapter (LoRA), whose other parts would not be sharded"
     if ancestors and kind is nn.Linear and is_conv1d(each):
         return ""
     if kind is None:
@@ -1013,6 +1040,30 @@ def _unsupported(each: nn.Module, style: str, ancestors: list[nn.Module]) -> str
 def _is_adapter(each: nn.Module) -> bool:
     """True for a layer of peft, which adds low-rank weights to the layer that it wraps."""
     return any(name == "base_layer" for name, _ in each.named_children())
+
+
+def _adapted(each: nn.Module, style: Style, by_rows: bool) -> dict[nn.Module, Style] | None:
+    """How to shard a LoRA layer of peft, base_layer(x) + B(A(x)): the parts with sharded features, as the base layer.
+
+    The other factor works on all features, `by_rows` on local rows. None for any other module or style.
+    """
+    parts = {name: part for name, part in each.named_children() if any(True for _ in part.parameters())}
+    parts.pop("lora_dropout", None)
+    low, high = parts.get("lora_A"), parts.get("lora_B")
+    if (
+        style not in ("column", "column, gathered", "row")
+        or type(each).__name__ != "Linear"  # other classes have a forward of their own, as some variants do
+        or getattr(each, "lora_variant", None)
+        or set(parts) != {"base_layer", "lora_A", "lora_B"}
+        or not (isinstance(low, nn.ModuleDict) and isinstance(high, nn.ModuleDict))
+        or any(type(factor) is not nn.Linear for factor in (*low.values(), *high.values()))
+    ):
+        return None
+    cut, whole = (low, high) if style == "row" else (high, low)
+    found: dict[nn.Module, Style] = {parts["base_layer"]: style, **dict.fromkeys(cut.values(), style)}
+    if by_rows and style != "column, gathered":
+        found |= dict.fromkeys(whole.values(), "replicated")
+    return found
 
 
 Reduction = Literal["mean", "sum", "none"]

@@ -287,6 +287,11 @@ def all_gather(
         sizes: each rank's size along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.verbs.collectives`.
 
+    Raises:
+        ArgumentError: a dst that is neither R nor I.
+        ShapeError: the size along `dim` is not this rank's in `sizes`.
+        MismatchError: the ranks' shapes differ and no sizes are passed, or their dtypes differ.
+
     Example:
         >>> def on_each_rank():
         ...     rank = gm.axis().rank
@@ -1596,6 +1601,10 @@ def sizes(x: Tensor, axis: AxisLike = None, dim: DimLike = 0) -> tuple[int, ...]
         x: this rank's tensor.
         dim: the tensor dimension.
         axis: as in every verb, see `gradmesh.verbs.collectives`.
+
+    Raises:
+        ArgumentError: `x` has no such dimension.
+        MismatchError: the ranks call different verbs.
 
     Example:
         >>> def on_each_rank():

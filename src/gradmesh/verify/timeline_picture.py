@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 from matplotlib.axes import Axes
@@ -21,10 +20,8 @@ Row = tuple[int, str]
 """A rank and an axis; "" for the rank's computation."""
 
 
-def draw(
-    events: Iterable[Event], work: Iterable[Work], path: str | os.PathLike[str], title: str = ""
-) -> None:
-    """Write the picture."""
+def drawn(events: Iterable[Event], work: Iterable[Work], title: str = "") -> Figure:
+    """The picture."""
     calls, working = list(events), list(work)
     rows = {row: -place for place, row in enumerate(_rows(calls, working))}
     figure = Figure(figsize=(12, 1.6 + 0.6 * len(rows)), dpi=130, layout="constrained")
@@ -44,7 +41,7 @@ def draw(
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path)
+    return figure
 
 
 def _rows(calls: list[Event], working: list[Work]) -> list[Row]:
@@ -70,7 +67,7 @@ def _call(axes: Axes, rows: dict[Row, int], event: Event) -> None:
         _bar(axes, here, event.stood, event.stood + event.waited, _WAITS)
     if event.stood != event.called:
         axes.plot(
-            1e3 * event.called, here + _HEIGHT / 2, marker="v", color="black", markersize=4, clip_on=False
+            1e3 * event.called, here + _HEIGHT / 2, marker="v", color="#444444", markersize=4, clip_on=False
         )
 
 

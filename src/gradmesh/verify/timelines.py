@@ -420,7 +420,7 @@ class Timeline:
             MissingExtraError: matplotlib is not installed; `pip install 'gradmesh[demo]'`.
         """
         try:
-            from gradmesh.verify.timeline_picture import draw
+            from gradmesh.verify.timeline_picture import drawn
         except ModuleNotFoundError as error:
             raise MissingExtraError(
                 message(
@@ -431,7 +431,7 @@ class Timeline:
                     remedy="run pip install 'gradmesh[demo]', or use save_trace('trace.json') and ui.perfetto.dev",
                 )
             ) from error
-        draw(self.events, self.work, path, title)
+        drawn(self.events, self.work, title).savefig(path)
 
 
 def _moved(event: Event, later: float, before: int) -> Event:

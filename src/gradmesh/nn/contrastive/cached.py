@@ -121,6 +121,8 @@ def cached_gradients(
             of `encode` has neither a row for each sample nor 0 dimensions; `loss` does not return a scalar with a
             graph.
 
+    Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache).
+
     Batch norm uses the statistics of each chunk. `gm.check("full")` warns if the second run of a chunk gives other
     embeddings than the first.
 

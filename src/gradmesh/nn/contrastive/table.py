@@ -112,8 +112,20 @@ EXP_BOTH = ExpKernel(_exp_both, Counts(2, 2, 0), Counts(1, 1, 0), (True, False, 
 """exp(s - x_i) summed over a row and exp(s - y_j) summed over a column, of the similarities s."""
 
 
+def _itself(number: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """A column of each row, and whether the sample meets itself there; columns have consecutive numbers.
+
+    A mask of the table would be another table, and a pass over it.
+    """
+    at = number[:, None] - numbers[:1]
+    return at.clamp(0, max(len(numbers) - 1, 0)), (at >= 0) & (at < len(numbers))
+
+
 def _to_others(a: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> tuple[Tensor, Tensors]:
-    return torch.where(number[:, None] == numbers, -torch.inf, a @ b.T), ()
+    s, (at, here) = a @ b.T, _itself(number, numbers)
+    added = torch.where(here, -torch.inf, 0).to(s.dtype)
+    # A checkpoint that a compiler traces refuses changes in place.
+    return s.scatter_add(1, at, added) if compiling() else s.scatter_add_(1, at, added), ()
 
 
 def _exp_others(a: Tensor, x: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> Tensors:
@@ -131,9 +143,11 @@ def _to_labelled(
     a: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensors]:
     """The similarities to others; the sum of those of the same label, and their number."""
-    s, itself = a @ b.T, number[:, None] == numbers
-    positive = (label[:, None] == labels) & ~itself
-    return torch.where(itself, -torch.inf, s), (torch.where(positive, s, 0).sum(1), positive.sum(1))
+    s, _ = _to_others(a, number, b, numbers)
+    at, here = _itself(number, numbers)
+    positive = label[:, None] == labels
+    positive = positive.scatter(1, at, positive.gather(1, at) & ~here)
+    return s, (torch.where(positive, s, 0).sum(1), positive.sum(1))
 
 
 def _exp_labelled(a: Tensor, x: Tensor, *others: Tensor) -> Tensors:
@@ -421,7 +435,10 @@ def log_sums(
 
 def log_sum(x: Tensor, dim: int) -> Tensor:
     """Logsumexp along a dim, differentiably; -inf if the dim is empty."""
-    return x.logsumexp(dim) if x.shape[dim] else x.sum(dim) - torch.inf
+    if x.shape[dim] > 1:
+        return x.logsumexp(dim)
+    # Of one entry it is the entry; the gradient of logsumexp is NaN if that is -inf.
+    return x.sum(dim) if x.shape[dim] else x.sum(dim) - torch.inf
 
 
 OfColumns = Callable[[Sequence[Tensor]], Sequence[Tensor]]

@@ -171,9 +171,16 @@ class CostModel:
             has the largest latency and the smallest bandwidth of them.
         algorithm: "ring", "tree", "direct", or "fastest" for the faster of ring and tree.
 
-    >>> model = CostModel({"inner": Link(5, 100), "outer": Link(20, 10)}, algorithm="ring")
-    >>> model.seconds("all_reduce", "outer", 128, payload=1e9)  # 254 rounds, 1.98 GB
-    0.2035175
+    Raises:
+        ArgumentError: another algorithm.
+
+    Source: Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005: rounds times the latency,
+    plus bytes over the bandwidth.
+
+    Example:
+        >>> model = CostModel({"inner": Link(5, 100), "outer": Link(20, 10)}, algorithm="ring")
+        >>> model.seconds("all_reduce", "outer", 128, payload=1e9)  # seconds: 254 rounds, 1.98 GB
+        0.2035175
     """
 
     links: Mapping[str, Link] | Link
