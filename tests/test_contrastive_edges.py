@@ -103,3 +103,23 @@ def test_a_scale_that_differs_between_ranks_is_named_on_every_rank(name: str, le
     for text in gm.launch(on_each_rank, 2, backend="threads", args=((0.5, 0.6),)):
         assert f"{name.strip()} differs between the ranks" in text
         assert f"rank 1: {name.strip()}=0.6" in text
+
+
+def test_products_with_itself_that_overflow_in_float16_are_left_out(
+    threads: Callable[[int], Callable[..., list[list[float]]]],
+) -> None:
+    def losses() -> list[float]:
+        x = torch.zeros(2, 4)
+        x[0, 0], x[1, 1:3] = 300.0, torch.tensor([1.0 + gm.rank(), 0.5])
+        y = torch.tensor([[0.0, 1.0, 0.0, 0.5], [0.0, 2.0, 0.0, 1.0]])
+        found = []
+        for dtype in (torch.float16, torch.float32):
+            given = x.to(dtype).requires_grad_()
+            loss = gm.nn.nt_xent_loss(given, y.to(dtype), 2.0, gather="ring")
+            loss.backward()
+            assert given.grad is not None
+            found += [loss.item(), given.grad.float().norm().item()]
+        return found
+
+    for value, norm, right, right_norm in threads(2)(losses):
+        assert (value, norm) == pytest.approx((right, right_norm), rel=1e-2)

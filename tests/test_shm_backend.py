@@ -293,7 +293,9 @@ def test_worlds_made_again_and_again_leave_no_descriptor_and_no_mapping(ranks: R
 
     for seen in ranks(work):
         opened = [descriptors for descriptors, _ in seen]
-        assert min(opened[-5:]) == min(opened[:5])  # one may be open for a moment, while ranks find each other
+        assert min(opened[-5:]) == min(
+            opened[:5]
+        )  # one may be open for a moment, while ranks find each other
         assert seen[-1][1] == 1
 
 

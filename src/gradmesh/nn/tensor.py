@@ -771,8 +771,9 @@ def tensor_parallel(
         styles: maps patterns (with * and ?) of names, as in `named_modules`, to styles; the first match counts.
             "column" and "row": `nn.Linear`, or the `Conv1D` of transformers, whose weight stays transposed; "column,
             gathered": a column parallel layer whose outputs are gathered; "vocab": `nn.Embedding`; "replicated": any
-            module that works on local rows, such as the norms of a sequence parallel region. A linear layer of peft's
-            LoRA is sharded together with its low-rank weights.
+            module that works on local rows, such as the norms of a sequence parallel region (where ranks have the same
+            rows, its gradients would be W times too large). A linear layer of peft's LoRA is sharded together with
+            its low-rank weights.
         axis: the ranks.
         sequence_dim: the dim that is sharded between the pairs of layers (sequence parallelism), for all styles but
             "column, gathered".
