@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh import _torch
 from gradmesh.runtime.state import rank_state
+from gradmesh.transport.deferred_check import connections, shut_down
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, expected
 from tools.attack.meanings import Invalid
@@ -94,7 +96,7 @@ def on_rank(text: str) -> Outcome:
         if state.deferred_check is not None and not isinstance(error, gm.GradmeshError):
             error = state.deferred_check.verdict(error) or error  # of a kernel whose group was aborted
         state.started.abandon()  # the program ends here
-        return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
+        return _failure(error)
     finally:
         state.mesh = state.mesh_world = state.of_thread.chain = None
 
@@ -104,12 +106,24 @@ def on_device(text: str, delay: float) -> Outcome:
     from tests import simulated_device
 
     found: list[Outcome] = []
+
+    def run() -> None:
+        found.append(on_rank(text))
+        if isinstance(found[0], Failure):  # kernels may wait for messages that no rank sends
+            shut_down([end[::-1] for end in connections()], _torch.default_store())
+
     try:
-        simulated_device.on_device(lambda: found.append(on_rank(text)), delay=delay)
-    except RuntimeError:
-        if not found or not isinstance(found[0], Failure):  # else of kernels whose group was aborted
-            raise
+        simulated_device.on_device(run, delay=delay)
+    except RuntimeError as error:
+        if found and isinstance(found[0], Failure):  # of kernels whose group was aborted
+            return found[0]
+        check = rank_state().deferred_check
+        return _failure((check and check.verdict(error)) or error)
     return found[0]
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
 
 
 class Pools:
