@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +29,9 @@ DEVICE = "simulated"
 
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
+
+_GRACE = 5.0
+"""Seconds that the kernels of a device get to end after an error."""
 
 ALLOWED = {"float32": 2e-3, "float64": 1e-9, "complex128": 1e-9}
 """How far a value may be from the dense one, relative to the largest entry, or to 1."""
@@ -109,7 +114,12 @@ def on_device(text: str, delay: float) -> Outcome:
 
     def run() -> None:
         found.append(on_rank(text))
-        if isinstance(found[0], Failure):  # kernels may wait for messages that no rank sends
+        if isinstance(found[0], Failure):
+            ended = threading.Thread(target=_settled, daemon=True)
+            ended.start()
+            ended.join(_GRACE)
+            time.sleep(1)  # in which the other ranks get what this one has sent
+            # Kernels may wait for messages that no rank sends.
             shut_down([end[::-1] for end in connections()], _torch.default_store())
 
     try:
@@ -120,6 +130,13 @@ def on_device(text: str, delay: float) -> Outcome:
         check = rank_state().deferred_check
         return _failure((check and check.verdict(error)) or error)
     return found[0]
+
+
+def _settled() -> None:
+    from tests import simulated_device
+
+    with contextlib.suppress(RuntimeError):  # of a kernel
+        simulated_device.core().settle()
 
 
 def _failure(error: Exception) -> Failure:
