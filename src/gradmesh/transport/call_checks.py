@@ -398,7 +398,6 @@ class OpCallCheck(CallCheck):
         ahead: if so, whether the first such call is compared before it is made nevertheless.
 
     Attributes:
-        balance: the checksum of its counts, if deferred.
         refused: why this rank aborted it, if deferred; "": it did not.
         site: its call site, if deferred.
         recorded: the metadata of the call.
@@ -411,7 +410,6 @@ class OpCallCheck(CallCheck):
         "_preceding",
         "_signature",
         "ahead",
-        "balance",
         "calls",
         "deferred",
         "recorded",
@@ -432,7 +430,7 @@ class OpCallCheck(CallCheck):
         deferred: bool = False,
         ahead: bool = False,
     ) -> None:
-        self.deferred, self.ahead, self.balance, self.refused = deferred, ahead, 0, ""
+        self.deferred, self.ahead, self.refused = deferred, ahead, ""
         self.site: Site = None
         self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
