@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.nn import fields
@@ -203,6 +204,21 @@ def _messages() -> Iterator[list[Tensor]]:
     yield [x.grad]
 
 
+def _checkpointed_messages() -> Iterator[list[Tensor]]:
+    def region(x: Tensor) -> Tensor:
+        if gm.rank() == 0:
+            gm.send(x.sin(), to=1)
+            return x.cos()
+        return (gm.recv(torch.empty(4, 3, dtype=torch.float64), source=0) * x).sin()
+
+    x = leaf(4, 3)
+    yield [x]
+    with gm.ordered():
+        gm.backward(checkpoint(region, x, use_reentrant=False).sum())
+    assert x.grad is not None
+    yield [x.grad]
+
+
 def _coalesced() -> Iterator[list[Tensor]]:
     x, y = leaf(4, 3), leaf(2, seed=1)
     yield [x, y]
@@ -241,6 +257,7 @@ VERBS |= {
     "async calls in ordered": _async_in_order,
     "reduce and gather": _rooted,
     "send and recv": _messages,
+    "send and recv in a checkpoint": _checkpointed_messages,
     "coalesce": _coalesced,
     "no_sync": _deferred,
     "objective": _objective,

@@ -9,6 +9,10 @@ import pytest
 import torch
 
 import gradmesh as gm
+from gradmesh.ops.base import Op
+from gradmesh.ops.registry import REGISTRY
+from gradmesh.runtime.mesh import Axis
+from gradmesh.transport.call_checks import Signature
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
@@ -76,3 +80,37 @@ def test_matching_calls_with_rank_local_fields_pass(processes: Ranks) -> None:
         return y.tolist()
 
     assert processes(2)(on_each_rank) == [[0, 0, 1, 2, 3], [1, 2]]
+
+
+def test_identities_of_ops_differ_as_the_ops_do_and_keep_no_group() -> None:
+    axis = Axis("x", 1, 3, object())  # type: ignore[arg-type]  # nothing is sent
+    ops = [op for row in REGISTRY for example, _ in row.examples(axis) for op in (example, example.back)]
+    ops = [op for op in ops if op.identity]
+    assert len({type(op) for op in ops}) > 20
+    for one in ops:
+        assert not any(value is axis or isinstance(value, (Op, torch.Tensor)) for value in one.identity)
+        for other in ops:
+            assert (one.identity == other.identity) == (one == other)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("level", [1, "deferred"])
+def test_a_call_that_is_made_again_is_not_described_again(level: Any) -> None:
+    def described() -> list[str]:
+        made: list[str] = []
+
+        def of(verb: str, *others: Any) -> Signature:
+            made.append(verb)
+            return original(verb, *others)
+
+        original = Signature.of
+        with pytest.MonkeyPatch.context() as patch, gm.check(level):
+            patch.setattr(Signature, "of", of)
+            for size in (2, 2, 3, 3):
+                x = torch.ones(size, requires_grad=True)
+                gm.all_reduce(x, dst=gm.I, op="mean").sum().backward()
+                gm.scan(x).sum().backward()
+        return made
+
+    for made in gm.launch(described, 2, backend="gloo", timeout=60):
+        assert sorted(made) == ["all_reduce"] * 2 + ["scan"] * 4

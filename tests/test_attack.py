@@ -8,19 +8,21 @@ from dataclasses import replace
 
 import pytest
 
+import gradmesh as gm
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.scan import Scan
 from gradmesh.ops.shard import ShardReplicated
+from tests import simulated_device as sd
 from tools.attack.calls import DERIVATIVES, STRUCTURES, VMAPS, Leaf, Local, Region, Verb
 from tools.attack.command import attack, suspicious
 from tools.attack.dense import expected
 from tools.attack.draw import drawn
 from tools.attack.meanings import MEANINGS, Invalid
 from tools.attack.programs import MODES, Program, Term, script
-from tools.attack.run import Pools, compared, judged
+from tools.attack.run import Failure, Pools, compared, judged, on_device
 
 SEED = 1789
 
@@ -48,6 +50,24 @@ def flat(program: Program) -> list[Leaf | Local | Verb]:
     return [
         inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
     ]
+
+
+WAITS_FOR_EVER = """
+def on_each_rank():
+    x = torch.ones(2)
+    if gm.rank() == 0:
+        gm.recv(x, source=1)
+    raise ValueError("on every rank")
+"""
+
+
+@pytest.mark.device
+@pytest.mark.processes
+def test_an_error_is_shown_although_a_kernel_waits_for_a_message() -> None:
+    if reason := sd.why_not(2):
+        pytest.skip(reason)
+    for outcome in gm.launch(on_device, 2, backend=sd.POOL, args=(WAITS_FOR_EVER, 0.0), timeout=60):
+        assert outcome == Failure("ValueError", False, "on every rank")
 
 
 @pytest.mark.timeout(120)

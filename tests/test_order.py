@@ -269,6 +269,69 @@ def test_checkpoint_saves_the_same_inside_and_outside_the_block(opened: str, thr
         torch.testing.assert_close(got, 6 * 2 * x.sin() * x.cos())
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["backward in the block", "backward after the block"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_messages_of_a_checkpointed_region_are_sent_again(
+    joined: bool, nested: bool, threads: Threads
+) -> None:
+    def region(x: Tensor) -> Tensor:
+        x = x.sin()
+        if gm.axis().rank == 1:
+            gm.send(x**2, to=0, async_op=True).wait()
+            return x.cos()
+        return x * gm.recv(torch.empty(3, dtype=torch.float64), source=1)
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(region, x.exp(), use_reentrant=False).cos()
+
+    def on_each_rank() -> Tensor | None:
+        x = data(gm.axis().rank)
+        with gm.ordered() as order:
+            y = (
+                checkpoint(outer, x, use_reentrant=False)
+                if nested
+                else checkpoint(region, x.exp(), use_reentrant=False).cos()
+            )
+            loss = order.join(y.sum())
+            if not joined:
+                loss.backward()
+        if joined:
+            loss.backward()
+        return x.grad
+
+    xs = [data(rank) for rank in range(2)]
+    a, b = (x.exp().sin() for x in xs)
+    ((a * b**2).cos().sum() + b.cos().cos().sum()).backward()
+    for x, got in zip(xs, threads(2)(on_each_rank), strict=True):
+        torch.testing.assert_close(got, x.grad)
+
+
+@pytest.mark.parametrize("opened", ["around the forward", "around the backward"])
+def test_a_collective_without_a_gradient_in_a_checkpointed_region_keeps_what_is_saved(
+    opened: str, threads: Threads
+) -> None:
+    def region(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            total = gm.all_reduce(x, dst=gm.I)
+        return (x * total).sin()
+
+    def on_each_rank() -> Tensor | None:
+        x = data(gm.axis().rank)
+        if opened == "around the backward":
+            y = checkpoint(region, x, use_reentrant=False)
+            with gm.ordered():
+                gm.backward(y.sum())
+            return x.grad
+        with gm.ordered() as order:
+            loss = order.join(checkpoint(region, x, use_reentrant=False).sum())
+        loss.backward()
+        return x.grad
+
+    total = torch.stack([data(rank) for rank in range(SIZE)]).sum(0).detach()
+    for rank, got in enumerate(threads(SIZE)(on_each_rank)):
+        torch.testing.assert_close(got, total * (data(rank) * total).cos())
+
+
 def test_a_hooks_collective_is_on_no_chain(threads: Threads) -> None:
     def on_each_rank() -> float:
         x = data(gm.axis().rank, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh import _torch
 from gradmesh.runtime.state import rank_state
+from gradmesh.transport.deferred_check import connections, shut_down
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, expected
 from tools.attack.meanings import Invalid
@@ -25,6 +29,9 @@ DEVICE = "simulated"
 
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
+
+_GRACE = 5.0
+"""Seconds that the kernels of a device get to end after an error."""
 
 ALLOWED = {"float32": 2e-3, "float64": 1e-9, "complex128": 1e-9}
 """How far a value may be from the dense one, relative to the largest entry, or to 1."""
@@ -94,7 +101,7 @@ def on_rank(text: str) -> Outcome:
         if state.deferred_check is not None and not isinstance(error, gm.GradmeshError):
             error = state.deferred_check.verdict(error) or error  # of a kernel whose group was aborted
         state.started.abandon()  # the program ends here
-        return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
+        return _failure(error)
     finally:
         state.mesh = state.mesh_world = state.of_thread.chain = None
 
@@ -104,12 +111,36 @@ def on_device(text: str, delay: float) -> Outcome:
     from tests import simulated_device
 
     found: list[Outcome] = []
+
+    def run() -> None:
+        found.append(on_rank(text))
+        if isinstance(found[0], Failure):
+            ended = threading.Thread(target=_settled, daemon=True)
+            ended.start()
+            ended.join(_GRACE)
+            time.sleep(1)  # in which the other ranks get what this one has sent
+            # Kernels may wait for messages that no rank sends.
+            shut_down([end[::-1] for end in connections()], _torch.default_store())
+
     try:
-        simulated_device.on_device(lambda: found.append(on_rank(text)), delay=delay)
-    except RuntimeError:
-        if not found or not isinstance(found[0], Failure):  # else of kernels whose group was aborted
-            raise
+        simulated_device.on_device(run, delay=delay)
+    except RuntimeError as error:
+        if found and isinstance(found[0], Failure):  # of kernels whose group was aborted
+            return found[0]
+        check = rank_state().deferred_check
+        return _failure((check and check.verdict(error)) or error)
     return found[0]
+
+
+def _settled() -> None:
+    from tests import simulated_device
+
+    with contextlib.suppress(RuntimeError):  # of a kernel
+        simulated_device.core().settle()
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
 
 
 class Pools:

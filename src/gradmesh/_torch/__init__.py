@@ -61,6 +61,7 @@ from gradmesh._torch.passes import (
     leaf_behind,
     named_range,
     profiler_on,
+    recompute_in,
     saves_for_a_checkpoint,
 )
 from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
@@ -115,6 +116,7 @@ __all__ = [
     "outside_modes",
     "profiler_of_all_threads",
     "profiler_on",
+    "recompute_in",
     "resolve_group",
     "saves_for_a_checkpoint",
     "stand_in",

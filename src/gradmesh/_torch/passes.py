@@ -103,6 +103,50 @@ def checkpoint_region() -> object:
     return region
 
 
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+_SECOND = (
+    "in ordered(), the backward of a checkpoint with messages, or collectives under no_grad(), may raise"
+)
+_pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks", without=_SECOND)
+_push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks", without=_SECOND)
+_region = find("torch.utils.checkpoint._CheckpointFrame", without=_SECOND)
+
+
+class _SecondPass:
+    """The function that computes a checkpointed region again, in a context."""
+
+    def __init__(self, run: Callable[..., None], context: Context) -> None:
+        self._run, self._context = run, context
+
+    def __call__(self, *args: Any) -> None:
+        with self._context():
+            self._run(*args)
+
+
+def recompute_in(context: Context) -> None:
+    """Have the checkpointed regions that the caller is in computed again inside a context, each in its first one.
+
+    The second pass may run on a thread of a device, or after the block that the first pass is in.
+    """
+    if None in (_pop_hooks, _push_hooks, _region):
+        return
+    outer = []
+    try:
+        while (hooks := _saving_hooks(True)) is not None:
+            if _of_checkpoint(getattr(hooks[0], "__code__", recompute_in.__code__)):
+                for cell in hooks[0].__closure__ or ():
+                    region = cell.cell_contents
+                    if isinstance(region, _region):
+                        if isinstance(region.recompute_fn, _SecondPass):
+                            return
+                        region.recompute_fn = _SecondPass(region.recompute_fn, context)
+            _pop_hooks()
+            outer.append(hooks)
+    finally:
+        for hooks in reversed(outer):
+            _push_hooks(*hooks)
+
+
 def in_reentrant_checkpoint() -> bool:
     """Whether the calling code is run by `torch.utils.checkpoint(use_reentrant=True)`, for the first or second time."""
     passes = {checkpoint.CheckpointFunction.forward.__code__, checkpoint.CheckpointFunction.backward.__code__}

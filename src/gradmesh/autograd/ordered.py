@@ -25,6 +25,7 @@ from gradmesh._torch import (
     in_reentrant_checkpoint,
     only_vmap_active,
     outside_modes,
+    recompute_in,
     saves_for_a_checkpoint,
 )
 from gradmesh._util.call_sites import Site, call_site, show_site
@@ -124,6 +125,8 @@ class Order:
             )
         if self._joined:
             self._refuse_after_join(op)
+        if saves_for_a_checkpoint():
+            recompute_in(_second_pass)
         if self._token is None:
             self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
         if self._count == 0:
@@ -171,8 +174,10 @@ class Order:
         with torch.enable_grad():
             tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device="cpu")
             if not self.here:
-                apply_ordered(tie, nothing, _SPARE_TOKEN)
+                if self is _SECOND_PASS:
+                    apply_ordered(tie, nothing, _SPARE_TOKEN)
                 return
+            recompute_in(_second_pass)
             if self._joined:
                 return
             if self._token is None:
@@ -339,6 +344,21 @@ class Order:
                     remedy="write loss = gm.join(loss) as the last line of the block, or gm.backward(loss) inside it",
                 )
             )
+
+
+_SECOND_PASS = Order()
+"""The order in which a checkpointed region of any block is computed again: it adds no ordered op."""
+_SECOND_PASS._opened_in = -2
+
+
+@contextlib.contextmanager
+def _second_pass() -> Iterator[None]:
+    here = rank_state().of_thread
+    around, here.chain = here.chain, _SECOND_PASS
+    try:
+        yield
+    finally:
+        here.chain = around
 
 
 def _listed(tensors: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:

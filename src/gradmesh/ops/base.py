@@ -14,7 +14,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, TypedDict, TypeVar
 
 import torch
@@ -64,6 +65,13 @@ class Precision(TypedDict):
     comm_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
     operand_desc: str | None
+
+
+@cache
+def _plain_values(kind: type[Op]) -> Callable[[Op], tuple[Hashable, ...]] | None:
+    """Reads the fields of an op but its axis; None for a class of a program, whose fields may be anything."""
+    names = [each.name for each in fields(kind) if each.name != "axis"]
+    return attrgetter(*names) if kind.__module__.startswith("gradmesh.ops.") else None
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,12 @@ class Op(abc.ABC):
     def memo(self) -> BoundedCache:
         """Cached results of `once`, by key."""
         return BoundedCache()
+
+    @property
+    def identity(self) -> tuple[Hashable, ...]:
+        """The op without its axis, for caches that must not keep the group alive; empty: it is in none."""
+        values = _plain_values(type(self))
+        return () if values is None else (type(self), self.axis.name, *values(self))
 
     def once(self, key: Hashable, work: Callable[[], T]) -> T:
         """Compute once per key; in a program that is being compiled, every time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,12 @@ class Mean(LinearOp):
         for name in ("axis", "comm_dtype", "backward_dtype", "operand_desc"):
             object.__setattr__(self, name, getattr(op, name))
         object.__setattr__(self, "op", op)
+
+    @property
+    def identity(self) -> tuple[Hashable, ...]:
+        """That of the op."""
+        inner = self.op.identity
+        return (Mean, *inner) if inner else ()
 
     @property
     def verb(self) -> str:  # type: ignore[override]

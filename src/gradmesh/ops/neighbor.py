@@ -64,6 +64,8 @@ class _Neighbor(LinearOp):
     dim: int
     rows: Picked
 
+    identity = ()  # not kept: it has tensors
+
     verb = "neighbor_all_to_all"
     src, dst = V, V
     rank_local_fields = ("rows",)

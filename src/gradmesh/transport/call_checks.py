@@ -55,6 +55,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
+from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.backends.process_group import FLAGS, RETURNED_REMEDY, CallCheck
 from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
@@ -348,7 +349,7 @@ class CallRecord:
 class Calls:
     """One rank's counter of the calls on a group."""
 
-    __slots__ = ("functions", "local", "local_digest", "lock", "log", "number", "words")
+    __slots__ = ("functions", "local", "local_digest", "lock", "log", "number", "signatures", "words")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -360,6 +361,8 @@ class Calls:
         self.local_digest = 0
         """A digest of those."""
         self.words: list[str] = []
+        self.signatures = BoundedCache()
+        """The signatures of calls, by op and operand, where the group does not keep its ops."""
         self.functions = Functions()
         """User-written autograd Functions that call verbs."""
         self.log: Any = None
@@ -395,9 +398,9 @@ class OpCallCheck(CallCheck):
         ahead: if so, whether the first such call is compared before it is made nevertheless.
 
     Attributes:
-        balance: the checksum of its counts, if deferred.
         refused: why this rank aborted it, if deferred; "": it did not.
         site: its call site, if deferred.
+        recorded: the metadata of the call.
     """
 
     __slots__ = (
@@ -405,12 +408,11 @@ class OpCallCheck(CallCheck):
         "_forward_node",
         "_function_calls",
         "_preceding",
-        "_record",
         "_signature",
         "ahead",
-        "balance",
         "calls",
         "deferred",
+        "recorded",
         "refused",
         "site",
     )
@@ -428,12 +430,12 @@ class OpCallCheck(CallCheck):
         deferred: bool = False,
         ahead: bool = False,
     ) -> None:
-        self.deferred, self.ahead, self.balance, self.refused = deferred, ahead, 0, ""
+        self.deferred, self.ahead, self.refused = deferred, ahead, ""
         self.site: Site = None
         self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
         self.peer_flags = None
-        self._signature, self._record = signature, recorded
+        self._signature, self.recorded = signature, recorded
         self._preceding: list[str] = []
         self._function_calls: FunctionCalls | None = None
         # Looked up now, because transports switch autograd off. A call of gradmesh's own nodes has a record.
@@ -445,11 +447,6 @@ class OpCallCheck(CallCheck):
         """The verb that is called."""
         return self._signature.verb
 
-    @property
-    def recorded(self) -> CallRecord | None:
-        """The metadata of the call."""
-        return self._record
-
     def count(self) -> None:
         """Assign the sequence number, and add that of the forward call to the digest."""
         calls = self.calls
@@ -460,7 +457,7 @@ class OpCallCheck(CallCheck):
         if self._forward_node is not None:
             calls.functions.note(self._forward_node, calls.number, self._signature.text)
         of: tuple[int, ...] = ()
-        if (recorded := self._record) is not None:
+        if (recorded := self.recorded) is not None:
             recorded.number = calls.number
             if (origin := recorded.origin) is not None:
                 of = _ROLE_NUMBER[recorded.role], origin.number, origin.local
@@ -483,8 +480,8 @@ class OpCallCheck(CallCheck):
         peer_flags = self.peer_flags
         if peer_flags is None:
             return
-        if self._record is not None:
-            self._record.peer_flags = peer_flags
+        if self.recorded is not None:
+            self.recorded.peer_flags = peer_flags
         self._verify(peer_flags)
 
     def _verify(self, peer_flags: Sequence[int]) -> None:
@@ -526,8 +523,8 @@ class OpCallCheck(CallCheck):
         if self.refused:
             return self.refused
         text = f"{self._signature.text} {show_site(self.site if self.deferred else call_site())}"
-        if self._record is not None:
-            text += self._record.of()
+        if self.recorded is not None:
+            text += self.recorded.of()
         if self._function_calls is not None:
             text += f", {self._function_calls}"
         return f"{text}, after {' and '.join(self._preceding)}" if self._preceding else text
@@ -535,13 +532,13 @@ class OpCallCheck(CallCheck):
     @property
     def kind(self) -> int:
         """A number that differs between calls of other signatures, and between forward and the passes of backward."""
-        role, origin = ("", None) if self._record is None else (self._record.role, self._record.origin)
+        role, origin = ("", None) if self.recorded is None else (self.recorded.role, self.recorded.origin)
         return hash((self._signature.digest, role, None if origin is None else origin.role))
 
     @property
     def logged_origin(self) -> int:
         """The number in the log of the call that it is the backward of; 0: none."""
-        record = self._record
+        record = self.recorded
         if record is None or record.origin is None or record.role != BACKWARD:
             return 0
         return record.origin.logged % _LOGGED
@@ -811,7 +808,7 @@ class ValueCheck(OpCallCheck):
 
     @property
     def _backward(self) -> bool:
-        return self._record is not None and self._record.role == BACKWARD
+        return self.recorded is not None and self.recorded.role == BACKWARD
 
     @property
     def _summed(self) -> bool:

@@ -3,8 +3,8 @@
 A call appends its check to the log of its group, and is made at once. A thread of each rank sends the digests of new
 calls to the hub: a thread in the process of one rank, which compares the logs of all ranks. The logs are sent before an
 optimizer steps, by `gradmesh.join`, at the end of a launched function and at exit, where the rank waits for the answer;
-and four times a second otherwise. The first difference is an error on every rank of the group, with every rank's call:
-at its next call, or where it waits for the answer.
+where a rank has made no call for a quarter of a second; and once a second otherwise. The first difference is an error
+on every rank of the group, with every rank's call: at its next call, or where it waits for the answer.
 
 Ranks that cannot continue are found too. A rank is blocked if calls of its are unmatched and none of its threads that
 make calls has moved for `_STILL` seconds. A blocked rank that waits for a rank which has ended, or for another blocked
@@ -57,7 +57,9 @@ from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed, 
 __all__ = ["Checker", "Log", "note"]
 
 _TICK = 0.25
-"""Seconds between two posts of a rank that waits for nothing."""
+"""Seconds after which a rank looks whether it has made calls, and posts if it has not."""
+_SELDOM = 1.0
+"""Seconds between two posts of a rank that goes on making calls and waits for nothing."""
 _STILL = 0.5
 """Seconds without a movement of its threads after which a rank with unmatched calls is blocked."""
 _STEP = 1.0
@@ -75,7 +77,9 @@ _AT_EXIT = 2.0
 _HEAD = struct.Struct("!II")
 _HELLO = 1 << 20
 """The most bytes of a message of a connection that has not sent the token."""
-_WORD = 8
+_NUMBERS = 3
+"""How many numbers are sent of a call."""
+_BYTES = 8 * _NUMBERS
 _KEY = "gradmesh/deferred check"
 _RETURNED = "has returned from the launched function"
 _CANNOT = "no such call, because its operand of the forward call requires no gradient"
@@ -155,8 +159,10 @@ class Log:
 
     Attributes:
         entries: the checks of the calls, in order; those that were compared are removed.
+        numbers: what is sent of each of them: the digest, the flags, and the checksum of the counts.
         first: how many were removed.
         posted: how many were sent to the hub.
+        made: how many were made.
         known: whether the hub has the log.
         last: the last call.
     """
@@ -168,15 +174,11 @@ class Log:
         self.members = list(axis.global_ranks)
         self.axis = str(axis)
         self.entries: list[OpCallCheck] = []
-        self.first = self.posted = 0
+        self.numbers = array("q")
+        self.first = self.posted = self.made = 0
         self.known = False
         self.last: OpCallCheck | None = None
         self._met: set[int] = set()
-
-    @property
-    def made(self) -> int:
-        """The number of calls that were made."""
-        return self.first + len(self.entries)
 
     def note(self, check: OpCallCheck, balance: int, refused: str = "") -> None:
         """Append a call, before it is made.
@@ -193,12 +195,16 @@ class Log:
         checker = self.checker
         if checker.error is not None and not refused:
             checker.fail()
-        check.site, check.balance, check.refused = call_site(), balance, refused
+        check.site, check.refused = call_site(), refused
         checker.threads.add(threading.get_ident())
+        flags = check.flags | check.logged_origin << _ORIGIN
+        # In this order, since the thread that posts reads them meanwhile.
+        self.numbers.extend((check.digest, flags, signed(balance) if balance else 0))
         self.entries.append(check)
+        self.made += 1
         self.last = check
         if (recorded := check.recorded) is not None:
-            recorded.logged, recorded.site = self.first + len(self.entries), check.site
+            recorded.logged, recorded.site = self.made, check.site
         if check.ahead and (kind := check.kind) not in self._met:
             self._met.add(kind)
             checker.flush([self])
@@ -455,7 +461,8 @@ class Checker:
         """Read from the hub until it or this rank ends."""
         connection.sock.settimeout(_TICK)
         still = _Still()
-        begin = time.monotonic()
+        begin = posted = time.monotonic()
+        made = -1
         while not self.closed:
             messages = connection.receive()
             if messages is None:
@@ -466,17 +473,20 @@ class Checker:
                 self._answer(connection, said)
             if self.error is not None:
                 return
-            if time.monotonic() - begin < _TICK:
+            if (now := time.monotonic()) - begin < _TICK:
                 continue
-            begin = time.monotonic()
+            begin = now
             if not self.is_of_this_world():
                 self.close()
                 return
             with self._lock:
-                self._post()
-                pending = any(log.entries for log in self.logs.values()) or self._stepping
-            blocked = pending and (bool(self._failed) or still.since(self.threads) > _STILL)
-            if not pending:
+                before, made = made, sum(log.made for log in self.logs.values())
+                waits = made == before and (any(log.entries for log in self.logs.values()) or self._stepping)
+                if waits or now - posted >= _SELDOM:
+                    self._post()
+                    posted = now
+            blocked = waits and (bool(self._failed) or still.since(self.threads) > _STILL)
+            if not waits:
                 still.moved()
             if blocked != still.reported:
                 still.reported = blocked
@@ -488,18 +498,13 @@ class Checker:
             return
         logs, blob = [], bytearray()
         for log in self.logs.values():
-            new = log.entries[log.posted - log.first :]
+            begin, new = log.posted - log.first, log.made - log.posted
             if log.known and not new:
                 continue
             log.known = True
-            for values in (
-                [check.digest for check in new],
-                [check.flags | check.logged_origin << _ORIGIN for check in new],
-                [signed(check.balance) for check in new],
-            ):
-                blob += array("q", values).tobytes()
-            logs.append([log.name, log.posted, len(new), log.members])
-            log.posted += len(new)
+            blob += log.numbers[_NUMBERS * begin : _NUMBERS * (begin + new)].tobytes()
+            logs.append([log.name, log.posted, new, log.members])
+            log.posted += new
         if logs or step:
             launched = self._state.launched
             self._connection.send({"post": logs, "step": step, "launched": launched}, bytes(blob))
@@ -510,12 +515,9 @@ class Checker:
                 for name, count in said["agreed"].items():
                     log = self.logs[name]
                     if count > log.first:
-                        del log.entries[: count - log.first]
+                        del log.numbers[: _NUMBERS * (count - log.first)], log.entries[: count - log.first]
                         log.first = count
-                self._changed.notify_all()
-        elif "step" in said:
-            with self._changed:
-                self._stepping = False
+                self._stepping = self._stepping and "step" not in said
                 self._changed.notify_all()
         elif "ask" in said:
             words = [self._words(name, index) for name, index in said["ask"]]
@@ -702,27 +704,25 @@ class _Peer:
 
 @dataclass
 class _Stream:
-    """What the hub has of the log of one rank, from the call with the number `start`: eight bytes a call each."""
+    """What the hub has of the log of one rank, from the call with the number `start`."""
 
     start: int = 0
-    digests: bytearray = field(default_factory=bytearray)
-    flags: bytearray = field(default_factory=bytearray)
-    balances: bytearray = field(default_factory=bytearray)
+    numbers: array[int] = field(default_factory=lambda: array("q"))
 
     @property
     def count(self) -> int:
         """The number of calls of the rank."""
-        return self.start + len(self.digests) // _WORD
+        return self.start + len(self.numbers) // _NUMBERS
 
-    def part(self, which: bytearray, first: int, last: int) -> array[int]:
-        """The numbers of some calls."""
-        return array("q", bytes(which[_WORD * (first - self.start) : _WORD * (last - self.start)]))
+    def part(self, first: int, last: int) -> list[array[int]]:
+        """The digests, flags and checksums of some calls."""
+        numbers = self.numbers[_NUMBERS * (first - self.start) : _NUMBERS * (last - self.start)]
+        return [numbers[which::_NUMBERS] for which in range(_NUMBERS)]
 
     def forget(self, first: int) -> None:
         """Drop the calls before one."""
         if first > self.start:
-            size = _WORD * (first - self.start)
-            del self.digests[:size], self.flags[:size], self.balances[:size]
+            del self.numbers[: _NUMBERS * (first - self.start)]
             self.start = first
 
 
@@ -770,10 +770,7 @@ class _Group:
         first, last = max(self.agreed, *(stream.start for stream in streams)), self.least
         if last <= first:
             return None
-        digests, flags, balances = (
-            [stream.part(which, first, last) for stream, which in zip(streams, column, strict=True)]
-            for column in zip(*((s.digests, s.flags, s.balances) for s in streams), strict=True)
-        )
+        digests, flags, balances = zip(*(stream.part(first, last) for stream in streams), strict=True)
         same = all(one == digests[0] for one in digests) and all(one == flags[0] for one in flags)
         if not same or any(map(any, balances)):
             for number in range(last - first):
@@ -795,7 +792,7 @@ class _Group:
         while len(self.backwardless) > _REMEMBERED:
             del self.backwardless[next(iter(self.backwardless))]
         for stream in self.streams.values() if self.backwardless else ():
-            for number, flags in enumerate(stream.part(stream.flags, stream.start, stream.count)):
+            for number, flags in enumerate(stream.part(stream.start, stream.count)[1]):
                 if without := self.backwardless.get(flags >> _ORIGIN):
                     return stream.start + number, without
         return None
@@ -837,6 +834,7 @@ class Hub:
         self._questions: dict[int, _Question] = {}
         self._asked = 0
         self._noticed: set[str] = set()
+        self._agreed: dict[int, dict[str, int]] = {}
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradmesh deferred check hub", daemon=True)
 
@@ -877,7 +875,11 @@ class Hub:
 
     def _turn(self) -> None:
         """Read what has arrived, and answer."""
-        for key, _ in self._select.select(_TICK):
+        peers = self._peers.values()
+        waits = self._questions or any(
+            peer.blocked is not None or peer.stepping is not None for peer in peers
+        )
+        for key, _ in self._select.select(_TICK if waits else None):
             if key.data is None:
                 self._accept()
             else:
@@ -885,7 +887,7 @@ class Hub:
         for number, question in list(self._questions.items()):
             if question.deadline < time.monotonic():
                 self._finish(number)
-        self._let_step()
+        self._let_go_on()
         self._look_for_hangs()
 
     def _accept(self) -> None:
@@ -953,11 +955,9 @@ class Hub:
             if stream is None or stream.count != start:
                 stream = group.streams[rank] = _Stream(start)
                 group.agreed = max(group.agreed, start)
-            for which in (stream.digests, stream.flags, stream.balances):
-                which += blob[at : at + _WORD * count]
-                at += _WORD * count
+            stream.numbers.frombytes(blob[at : at + _BYTES * count])
+            at += _BYTES * count
             changed.append((name, group))
-        advanced: dict[str, int] = {}
         for name, group in changed:
             before = group.agreed
             if group.failed:
@@ -968,10 +968,8 @@ class Hub:
             elif late := group.unmatched():
                 self._mismatch(name, group, late[0], None, late[1])
             elif group.agreed > before:
-                advanced[name] = group.agreed
-        for other in {rank for name in advanced for rank in self._groups[name].members}:
-            agreed = {name: count for name, count in advanced.items() if other in self._groups[name].members}
-            self._send(other, {"agreed": agreed})
+                for member in group.members:
+                    self._agreed.setdefault(member, {})[name] = group.agreed
 
     def _send(self, rank: int, said: Message) -> None:
         peer = self._peers.get(rank)
@@ -1038,12 +1036,16 @@ class Hub:
 
     # -- ranks that are about to use their gradients
 
-    def _let_step(self) -> None:
-        """Answer ranks that wait before a step."""
+    def _let_go_on(self) -> None:
+        """Tell the ranks how many calls were compared, and those that wait before a step that they may."""
+        agreed, self._agreed = self._agreed, {}
         for rank, peer in self._peers.items():
+            said: Message = {"agreed": agreed.get(rank, {})}
             if peer.stepping is not None and peer.connection is not None and self._may_step(rank, peer):
                 peer.stepping = None
-                self._send(rank, {"step": peer.steps})
+                said["step"] = peer.steps
+            if len(said) > 1 or said["agreed"]:
+                self._send(rank, said)
 
     def _may_step(self, rank: int, peer: _Peer) -> bool:
         assert peer.stepping is not None
