@@ -49,6 +49,7 @@ UNDIFFERENTIATED = {
     "evolution_strategy": "steps without any gradient",
     "summed_and_assigned_in_turn": "steps without an optimizer",
     "local_steps_of_masters": "an optimizer of copies, and bfloat16",
+    "private_gradients": "gradients by torch.func, clipped by sample",
     "copy_adapted_by_each_rank": "gradients of copies that each rank adapts by itself",
 }
 """Scripts whose gradients cannot be held against differences, and why."""

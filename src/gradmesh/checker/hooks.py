@@ -211,6 +211,7 @@ def watched(
     @contextlib.contextmanager
     def without(words: str) -> Iterator[None]:
         """Transforms of torch.func refuse hooks of the program; ours do not hinder them."""
+        watcher.transforms()
         hooked.__exit__()
         try:
             with disable(words):
@@ -247,6 +248,7 @@ class _Watcher:
         self._held: list[Any] = []
         """The parameters of the optimizer that is stepping."""
         self._nested = self._sends = 0
+        self._transformed = -1
         self._begins: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._returned: dict[int, Tensor] = {}
         """Gradients that the program asked for since the last step, by the identity of the parameter, and"""
@@ -464,6 +466,11 @@ class _Watcher:
 
         return grad
 
+    def transforms(self) -> None:
+        """A transform of torch.func computes a derivative, which no operator that is seen leads back from."""
+        if not self._to.quiet:
+            self._transformed = self._to.site()
+
     def _root(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
         to = self._to
         to.backward_begins()
@@ -626,6 +633,7 @@ class _Watcher:
             params, buffers, to.site(), manual, to.modules.averaging(), written=written, frozen=frozen
         )
         self._step.taken, self._step.modes = taken, to.modules.modes()
+        self._step.transformed, self._transformed = (-1 if to.roots else self._transformed), -1
         self._tape.events.append(self._step)
         self._asked, self._returned, self._written = self._returned, {}, {}
 

@@ -44,6 +44,7 @@ from gradmesh.checker.judging.values import (
     parted,
     parted_by_closure,
     parted_by_writing,
+    parted_unseen,
     same_data,
     sends_nothing,
     settings_apart,
@@ -266,6 +267,9 @@ def judged(
                 break  # what follows is a consequence
         if not found:
             found += parted_by_closure(there)
+        unseen, of_unseen = parted_unseen(there)
+        found += unseen
+        notes += of_unseen
         found += [*settings_apart(there), *shares_overlap(there), *order_repeats(there)]
         notes += unused_plateaus(there)
         found += idle_apart(there)
