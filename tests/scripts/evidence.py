@@ -49,6 +49,8 @@ UNDIFFERENTIATED = {
     "evolution_strategy": "steps without any gradient",
     "summed_and_assigned_in_turn": "steps without an optimizer",
     "local_steps_of_masters": "an optimizer of copies, and bfloat16",
+    "functional_sgd": "steps without an optimizer",
+    "private_gradients": "gradients by torch.func, clipped by sample",
     "copy_adapted_by_each_rank": "gradients of copies that each rank adapts by itself",
 }
 """Scripts whose gradients cannot be held against differences, and why."""
@@ -60,6 +62,7 @@ UNLIKE_TWIN = {
     "server_broadcasts_before_its_step",
     "decay_by_rank_fsdp2",
     "weights_summed_and_assigned",
+    "functional_weights_not_summed",
 }
 """Scripts whose parameters and gradients show nothing by themselves, but end elsewhere than their twin's."""
 

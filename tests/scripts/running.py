@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradmesh._torch import functorch_active
 from gradmesh.launch.process_ranks import free_port
 from tests.scripts import Script
 
@@ -165,7 +166,7 @@ class Watch:
         self.seen.after.append([own(p) for p in params])
 
     def called(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or functorch_active():
             return
         if self.root is None:
             self.root = module

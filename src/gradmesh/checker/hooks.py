@@ -39,6 +39,7 @@ from gradmesh.checker.trace import (
     Hooked,
     Lost,
     Modules,
+    Op,
     Over,
     Param,
     Plateau,
@@ -50,11 +51,13 @@ from gradmesh.checker.trace import (
     Tape,
     address_of,
     gradient_of,
+    is_multiple,
     parameters_of,
+    refs,
     values_after,
 )
 from gradmesh.checker.verbs import Verbs
-from gradmesh.ops.base import Op
+from gradmesh.ops.base import Op as LibraryOp
 from gradmesh.runtime.state import installed
 from gradmesh.type_inference.tracker import memory_of
 
@@ -115,6 +118,7 @@ class Optimizers:
         @functools.wraps(original)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             if not self._to.quiet:
+                self._to.has_optimizer = True
                 self.number(optimizer)
                 self._made[optimizer] = self._to.site()
             original(optimizer, *args, **kwargs)
@@ -190,7 +194,7 @@ def watched(
     and `grad`, which are asked for by name at every call, and `Function.apply`.
     """
     watcher = _Watcher(recorder, steps, enough, second_epoch)
-    recorder.written_by_hand = watcher.writes_itself
+    recorder.written_by_hand, recorder.renews = watcher.writes_itself, watcher.renews
     function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
     apply = function.__dict__["apply"]
     hooks = (
@@ -211,6 +215,7 @@ def watched(
     @contextlib.contextmanager
     def without(words: str) -> Iterator[None]:
         """Transforms of torch.func refuse hooks of the program; ours do not hinder them."""
+        watcher.transforms()
         hooked.__exit__()
         try:
             with disable(words):
@@ -247,6 +252,9 @@ class _Watcher:
         self._held: list[Any] = []
         """The parameters of the optimizer that is stepping."""
         self._nested = self._sends = 0
+        self._transformed = -1
+        self._renewed: tuple[Step, list[weakref.ref[Tensor]]] | None = None
+        """The last step that makes new parameters, with those before it."""
         self._begins: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._returned: dict[int, Tensor] = {}
         """Gradients that the program asked for since the last step, by the identity of the parameter, and"""
@@ -273,7 +281,7 @@ class _Watcher:
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
             to.see_parts(args, {})
             op = getattr(args[0], "op", args[0]) if args else None
-            label = f"gm.{op.verb}" if isinstance(op, Op) else cls.__qualname__
+            label = f"gm.{op.verb}" if isinstance(op, LibraryOp) else cls.__qualname__
             call = Called(number, label, to.site(), [], [], begin, ours=name.startswith(_OURS))
             self._tape.calls[number] = call
             to.calls.append(call)
@@ -281,7 +289,7 @@ class _Watcher:
                 result = original(cls, *args, **kwargs)
             finally:
                 to.calls.pop()
-            self._over(call, args, result, followed=isinstance(op, Op))
+            self._over(call, args, result, followed=isinstance(op, LibraryOp))
             return result
 
         return apply
@@ -443,6 +451,10 @@ class _Watcher:
             builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
             wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
+            if not (leaves or to.has_optimizer or to.quiet):  # what is asked for may be all there is to train
+                used = {number for e in self._tape.events if isinstance(e, Op) and not _detaches(e) for number in refs(e)}
+                every = {id(x) for x in to.leaves() if to.id_of(x) in used}
+                leaves = bool(every) and every == {id(x) for x in wanted}
             if not to.backward and not to.quiet:
                 self._ends()
             outer = not to.backward and not builds and leaves and not to.quiet
@@ -463,6 +475,11 @@ class _Watcher:
             return found
 
         return grad
+
+    def transforms(self) -> None:
+        """A transform of torch.func computes a derivative, which no operator that is seen leads back from."""
+        if not self._to.quiet:
+            self._transformed = self._to.site()
 
     def _root(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
         to = self._to
@@ -600,6 +617,26 @@ class _Watcher:
         events[begin:] = [*own[1:], self._step, *others]
         return True
 
+    def renews(self, x: Tensor, old: Tensor, site: int) -> None:
+        """The program has made new parameters, of which it uses the first now: a step of its own of all of them."""
+        to, held = self._to, self._to.leaves()
+        gradient = to.made.get(id(old))
+        self._take(held, manual=True)
+        if self._step is None:
+            return
+        with to.unseen(), torch.no_grad():
+            self._step.site, self._step.by_gradients = site, gradient is not None and is_multiple(x - old, gradient)
+        self._settle_renewed()
+        self._renewed = self._step, [weakref.ref(p) for p in held]
+        to.forget()
+        self._counted(0)
+
+    def _settle_renewed(self) -> None:
+        """Parameters that are kept after the program has made new ones are those of a model, and the new ones a trial."""
+        step, held = self._renewed or (None, [])
+        for param in step.params if step is not None and all(p() is not None for p in held) else ():
+            param.copied = True
+
     def _take(self, held: list[Any], *, manual: bool) -> None:
         to = self._to
         to.settle()
@@ -626,6 +663,7 @@ class _Watcher:
             params, buffers, to.site(), manual, to.modules.averaging(), written=written, frozen=frozen
         )
         self._step.taken, self._step.modes = taken, to.modules.modes()
+        self._step.transformed, self._transformed = (-1 if to.roots else self._transformed), -1
         self._tape.events.append(self._step)
         self._asked, self._returned, self._written = self._returned, {}, {}
 
@@ -639,9 +677,14 @@ class _Watcher:
         """End the program if it has taken its steps."""
         if not self._counts:
             return
+        self._settle_renewed()
         if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
             self._to.quiet = True
             self._enough()
+
+
+def _detaches(event: Op) -> bool:
+    return event.name == "aten.detach.default"
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:

@@ -86,6 +86,11 @@ class Known:
     size: int = -1
 
 
+_UNKNOWN = Known(-1, False, -1)
+_UPDATES = {"add", "sub", "mul", "addcmul", "addcdiv", "lerp", "detach", "alias", "clone", "_to_copy", "view"}
+"""What new values of parameters are made by."""
+
+
 class Numbering:
     """The numbers of tensors, and the lines of the program, on one tape.
 
@@ -103,6 +108,8 @@ class Numbering:
         """Whether the recorder itself is at work."""
         self.roots = 0
         """Backwards since the last step."""
+        self.has_optimizer = False
+        """Whether the program has made an optimizer."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
         """Where autograd keeps what it needs for backward, and for how long."""
         self.gradients = Gradients(self.parameters)
@@ -123,6 +130,8 @@ class Numbering:
         """What is made of parameters that take no gradient and of buffers, with the identities of these."""
         self.taken: dict[int, frozenset[int]] = {}
         """Those of them that operators took since the last step, by number; gradients pass through these operators."""
+        self._updated: dict[int, tuple[int, int]] = {}
+        """By its memory what is made of a parameter since the last step: the number of that one, and the line."""
         self._older: Any = WeakTensors()
         """The numbers of tensors that were made before the last step."""
         self._numbers = 0
@@ -159,7 +168,7 @@ class Numbering:
                 self._older[x] = known.id
         self._known, self._stores, self._held = WeakTensors(), {}, {}
         self.saved.clear()
-        self.taken = {}
+        self.taken, self._updated = {}, {}
         self.roots = 0
 
     def backward_begins(self) -> None:
@@ -169,6 +178,35 @@ class Numbering:
             self.changes.forget()
             self.made = {}
         self.roots += 1
+
+    def updates(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
+        """An operator may have made the next value of a parameter, from the parameter or from what is made of it."""
+        name = func.overloadpacket.__name__
+        of = {x.shape: number for x in reversed(given) if (number := self._updates(x)) is not None}
+        if name.removeprefix("_foreach_") in _UPDATES:
+            for x in tensors_in(result) if of else ():
+                if x.shape in of and x.is_floating_point():
+                    self._updated[memory_of(x)] = of[x.shape], self.site()
+
+    def _updates(self, x: Tensor) -> int | None:
+        known = self._known.get(x)
+        if known is not None and known.leaf:
+            return int(known.id)
+        return self._updated[memory_of(x)][0] if memory_of(x) in self._updated else None
+
+    def renewed(self, x: Tensor) -> tuple[Tensor, int] | None:
+        """The parameter in whose place the program uses a tensor from now on, and the line that made it; else None.
+
+        It has to have made new ones of all parameters that have gradients.
+        """
+        made = self._updated.get(memory_of(x)) if x.requires_grad and x.is_leaf else None
+        if made is None or self._known.get(x, _UNKNOWN).leaf:
+            return None
+        leaves, (number, site) = self.leaves(), made
+        given = {self._known[p].id for p in leaves if id(p) in self.made}
+        if not given.issubset(of for of, _ in self._updated.values()):
+            return None
+        return next(((p, site) for p in leaves if self._known[p].id == number and p.shape == x.shape), None)
 
     def backward_is_over(self) -> None:
         """Look where the gradients are."""
@@ -318,6 +356,10 @@ class Numbering:
             known is not None and known.leaf and known.size != x.numel()
         ):  # FSDP gathers a parameter that it cut
             return self._leaf(x, self.modules.name_of(x))
+        if known is not None and not (known.leaf or self.calls) and x.requires_grad and x.is_leaf:
+            # It was data before, such as a frozen parameter; what a program with an optimizer cuts is none.
+            if isinstance(x, torch.nn.Parameter) or not self.has_optimizer:
+                return self._leaf(x, self.modules.name_of(x))
         if known is not None and not known.spoilt and (known.active or known.version == version_of(x)):
             return int(known.id)
         if known is not None and known.spoilt:
@@ -591,6 +633,8 @@ class Recorder(Numbering, DispatchMode):
         """The lines that wrote to memory that no gradient passes through, since the last step."""
         self.written_by_hand: Callable[[Tensor, bool | None], bool] = lambda *_: False
         """Is called when the program is about to write to a tensor itself: `_Watcher.writes_itself`."""
+        self.renews: Callable[[Tensor, Tensor, int], None] = lambda *_: None
+        """Is called when the program goes on with other parameters: `_Watcher.renews`."""
         self._cut: Any = WeakTensors()
         """Made of what other ranks sent of tensors that autograd follows, where gradients are off."""
         self._came: Any = WeakTensors()
@@ -649,6 +693,10 @@ class Recorder(Numbering, DispatchMode):
             return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
         if self.roots and self._is_step(func, args, kwargs):
             return self._apart(func, args, kwargs)
+        if self._updated:
+            for x in given:
+                if (renewed := self.renewed(x)) is not None:
+                    self.renews(x, *renewed)
         return self._record(func, args, kwargs)
 
     def backward_begins(self) -> None:
@@ -723,6 +771,7 @@ class Recorder(Numbering, DispatchMode):
         still = self._still_in(tensors_in((args, kwargs))) if self.modules.still else frozenset[int]()
         if self.roots and not self.backward and not self.stepping:
             result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
+            self.updates(func, list(tensors_in((args, kwargs))), result)
         else:
             result = func(*args, **kwargs)
         given = tensors_in((args, kwargs)) if self._came and not self._trains() else ()
@@ -845,6 +894,8 @@ class Recorder(Numbering, DispatchMode):
                 self._cut[x] = True
         for x in written_to:
             self._holds_gradients(x)
+        if self.roots:
+            self.updates(func, list(tensors_in((args, kwargs))), result)
         return result
 
     def _dropped(self, event: Op, args: Any, result: Any) -> Any:

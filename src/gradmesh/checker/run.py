@@ -125,10 +125,11 @@ def check_script(
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - since)
     own = [each.subject for each in verdict.findings if each.rule.id == "GM203"]
     seen = found.tapes
-    if {each.rule.id for each in verdict.errors} == {"GM101"}:
+    apart = {each.rule.id for each in verdict.errors}
+    if apart == {"GM101"} or (apart == {"GM201"} and not verdict.followed and verdict.steps):
         # Ranks may take steps of their own for a while, and bring their values together then.
         together, more = brought_together(seen)
-        if not together and sends_nothing(seen, at_last=True):
+        if not together and (apart == {"GM201"} or sends_nothing(seen, at_last=True)):
             longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
             verdict.seconds["checked"] += longer.seconds
             seen = longer.tapes
@@ -139,7 +140,7 @@ def check_script(
                 f"each rank steps along its own gradient, and {'later' if at is None else f'at {at}'} the ranks bring "
                 "together what they have: these are taken for local steps, whose gradients are not compared"
             )
-            findings = tuple(each for each in verdict.findings if each.rule.id != "GM101")
+            findings = tuple(each for each in verdict.findings if each.rule.id not in apart)
             verdict = replace(verdict, findings=(*findings, *more), notes=(*verdict.notes, note))
     if own and (together_at := buffers_together(seen, own)) is None and seen is found.tapes:
         longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)

@@ -410,6 +410,8 @@ class Step:
     """Whether layers that do something else in evaluation were in training in any call for gradients."""
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Parameters whose entries the step mixes without a collective, with the operator that does it and its line."""
+    transformed: int = -1
+    """The line that last computed a derivative by a transform of torch.func, where no backward was run."""
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ from gradmesh.checker.judging.values import (
     parted,
     parted_by_closure,
     parted_by_writing,
+    parted_unseen,
     same_data,
     sends_nothing,
     settings_apart,
@@ -254,8 +255,8 @@ def judged(
             copied = [p.name for steps in segment.steps for step in steps for p in step.params if p.copied]
             if copied:
                 notes.append(
-                    f"step {number} is written by hand, and another parameter has the value of {copied[0]}: it is "
-                    "taken for a trial of a copy, and is not checked"
+                    f"step {number} is written by hand, and another parameter has the value of {copied[0]}, or it is "
+                    "kept as it was: it is taken for a trial of a copy, and is not checked"
                 )
                 continue
             more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
@@ -266,6 +267,9 @@ def judged(
                 break  # what follows is a consequence
         if not found:
             found += parted_by_closure(there)
+        unseen, of_unseen = parted_unseen(there)
+        found += unseen
+        notes += of_unseen
         found += [*settings_apart(there), *shares_overlap(there), *order_repeats(there)]
         notes += unused_plateaus(there)
         found += idle_apart(there)
@@ -281,6 +285,8 @@ def judged(
         if not any(tape.steps for tape in there) and not found:
             notes.append("no step of an optimizer was seen: nothing is said of gradients")
     steps = min((tape.steps for tape in there), default=0)
+    if steps and len(there) == ranks and not (followed or found or notes):
+        notes.append("no step was seen along the gradients of a backward: they are not compared with the true ones")
     failed = stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
     status: Status = "stopped" if failed else "complete"
     return Verdict(

@@ -343,6 +343,62 @@ def copies_part(tapes: Sequence[Tape | None]) -> list[Finding]:
     return []
 
 
+def parted_unseen(tapes: Sequence[Tape]) -> tuple[list[Finding], list[str]]:
+    """Parameters that are the same on all ranks until an optimizer steps along gradients that no backward made.
+
+    Ranks that brought together as many numbers as the parameter has before the step work on one model, and so do ranks
+    that step along derivatives by torch.func, which are compared as those of a backward. Of others a note is made.
+    """
+    rows = list(zip(*(_steps_with_sums(tape) for tape in tapes), strict=False))
+    if not rows or any(isinstance(event, Root) for tape in tapes for event in tape.events):
+        return [], []
+    first = rows[0][0][0]
+    made = with_text(tapes[0].places, first.transformed)
+    why = f"come from torch.func, at {made}," if made else "are not those of a backward"
+    notes = [f"the gradients at {with_text(tapes[0].places, first.site)} {why} and are not compared with the true ones"]
+    every = range(len(tapes))
+    for row in rows:
+        held = [{p.name: p for p in step.params if not p.whole and step.optimizer >= 0} for step, _ in row]
+        for name in held[0] if all(own.keys() == held[0].keys() for own in held) else ():
+            params = [own[name] for own in held]
+            values, after = [p.value for p in params], [p.after for p in params]
+            there, grads = [x for x in after if x is not None], [p.grad for p in params if p.grad is not None]
+            one = all(_same_numbers(x, values[0]) for x in values) and not is_constant(values[0])
+            if not one or not len(there) == len(grads) == len(every):
+                continue
+            if all(near(x, there[0], 1e-5) for x in there) or all(near(x, grads[0], 1e-5) for x in grads):
+                continue
+            said = f"{name} is the same on all ranks before the step, and the ranks step along different gradients"
+            joined = all(sent >= values[0].numel() for _, sent in row)
+            if joined:
+                said += ", though they have brought gradients together before"
+            said += f": it is not the same after it: {held_on(name, list(enumerate(there)))}"
+            step = row[0][0]
+            place = with_text(tapes[0].places, step.site)
+            began = with_text(tapes[0].places, step.transformed)
+            if joined:
+                return [finding("GM201", said, place, began, every, name)], notes
+            if began is not None:
+                return [finding("GM101", said, place, began, every, name)], notes
+            return [], [*notes, f"{said}, at {place}: it is unknown whether each rank has a model of its own"]
+    return [], notes
+
+
+def _steps_with_sums(tape: Tape) -> list[tuple[Step, int]]:
+    """A rank's steps, each with how many numbers the ranks brought together at once, at most, since the one before."""
+    found, largest = list[tuple[Step, int]](), 0
+    for event in tape.events:
+        if isinstance(event, Step):
+            found.append((event, largest))
+            largest = 0
+        elif isinstance(event, Sent) and len(event.group) > 1 and event.kind not in _ONE_WAY:
+            largest = max(largest, _entries(event))
+    return found
+
+
+_ONE_WAY = ("broadcast", "scatter", "send", "recv", "barrier")
+
+
 def drifted_later(context: Context, following: Sequence[Segment]) -> list[Finding]:
     """Parameters that ranks have in common, and that not every rank steps itself: one before a step, and not after."""
     for later in following:
