@@ -148,13 +148,13 @@ def _run(back: Back, gradients: Sequence[Tensor | None]) -> list[Tensor | None] 
                 if isinstance(each, ProgramInput):
                     tensors[each.id] = each.value.clone()
                 elif isinstance(each, Op):
-                    tensors.update(zip(each.outs, _results(each, tensors), strict=False))
+                    tensors.update(zip(each.outs, results_of_operator(each, tensors), strict=False))
         return [None if number is None else tensors[number] for number in back.outs]
     except (RuntimeError, KeyError, IndexError, TypeError, ValueError):
         return None
 
 
-def _results(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+def results_of_operator(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor]:
     """What an operator makes of these tensors, by their numbers."""
 
     def valued(value: Any) -> Any:
@@ -443,9 +443,9 @@ class Rank:
         if self.declared:
             known = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: known[0] for number in event.outs if known})
-        self.tensors.update(zip(event.outs, _results(event, self.tensors), strict=True))
+        self.tensors.update(zip(event.outs, results_of_operator(event, self.tensors), strict=True))
         if self.continues and event.name.split(".")[1] in _PACKS and self.attached.keys() & set(refs(event)):
-            made = _results(event, {**self.tensors, **self.attached})
+            made = results_of_operator(event, {**self.tensors, **self.attached})
             self.attached.update(zip(event.outs, made, strict=True))
 
     def taken(self, call: Sent) -> list[Tensor]:
@@ -515,19 +515,20 @@ def _shaken(x: Tensor) -> Tensor:
     return x + (4 * torch.finfo(x.dtype).eps * size * way).to(x.dtype)
 
 
-def run_again(parts: Sequence[Sequence[Event]], *, shaken: bool = False) -> Again:
+def run_again(parts: Sequence[Sequence[Event]], *, shaken: bool = False, kind: type[Rank] = Rank) -> Again:
     """Run all ranks' events again, in one process.
 
     Args:
         parts: of each rank.
         shaken: change the last bits of all parameters.
+        kind: what runs a rank.
 
     Raises:
         UnfaithfulError: something is missing, or does not come out as it did.
     """
     calls = [event.call for part in parts for event in part if isinstance(event, Over)]
     senders = frozenset(call.name for call in calls if call.sends or call.sends_back)
-    again = Again([Rank(shaken=shaken, size=len(parts), senders=senders) for _ in parts])
+    again = Again([kind(shaken=shaken, size=len(parts), senders=senders) for _ in parts])
     running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
     waiting: dict[int, Sent] = {}
     letters: dict[tuple[int, int, int], collections.deque[tuple[Sent, list[Tensor]]]] = (
