@@ -271,6 +271,8 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             continue
         if left.parts is not None and left.parts < 1 and unsummed.issuperset(names):
             continue  # it divides, as for a mean; what is missing is a sum behind it, over the copies of the shards
+        if (call.name, call.site) in found:
+            continue
         law = _law(context, calls)
         place = context.place(rank, call.site)
         inside = next(
@@ -288,7 +290,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             rule = "GM102" if ratio is not None and ratio > 1 else "GM103"
         remedy = _OF_VERBS if call.name.startswith("gm.") else ""
         made = finding(rule, said, place, inside, list(calls), call.name, remedy)
-        back = _returned(context, calls) if rule == "GM104" else None
+        back = _returned(context, calls, of_met=arrived.parts is not None) if rule == "GM104" else None
         entries = back and revived(context, calls, back.xs, back.right)
         if entries:
             said = (
@@ -299,7 +301,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             at = context.place(entries.rank, entries.site)
             made = finding(rule, said, at, None, list(calls), call.name, _OF_ENTRIES)
             made = replace(made, received=place)
-        found.setdefault((call.name, call.site), made)
+        found[call.name, call.site] = made
     return list(found.values())
 
 

@@ -365,9 +365,10 @@ def revived(
     if len(given) < len(xs) or len(xs) < len(calls) or any(g.shape != xs[0].shape for g in given):
         return None
     try:
-        alive = [_alive(context, x) for x in xs]
-    except RuntimeError:  # something on the way has no second derivative
+        moved = run_again(context.segment.parts, shaken=_FAR).ranks
+    except (UnfaithfulError, RuntimeError):
         return None
+    alive = [_alive(context, moved[rank], rank, call) for rank, call in calls.items()]
     total = torch.stack([g * of for g, of in zip(given, alive, strict=True)]).sum(0)
     if reaches(context, xs, [total - x for x in right], right):
         return None
@@ -377,21 +378,14 @@ def revived(
     return None if op is None or max(cut) == 0 else Revived(rank, op.site, op.name.split(".")[1])
 
 
-def _alive(context: Context, x: Tensor) -> Tensor:
-    """Which entries of a tensor depend on parameters: those that move where these move at random."""
-    leaves = [leaf for rank in context.again.ranks for leaf in rank.leaves.values()]
-    seed = torch.Generator().manual_seed(0)
-    along = torch.zeros_like(x, requires_grad=True)
-    found = torch.autograd.grad(x, leaves, along, create_graph=True, allow_unused=True)
-    pairs = [
-        (g, torch.randn(g.shape, generator=seed).to(g)) for g in found if g is not None and g.requires_grad
-    ]
-    if not pairs:
-        return torch.zeros_like(x, dtype=torch.bool)
-    moved = torch.autograd.grad(
-        [g for g, _ in pairs], along, [v for _, v in pairs], retain_graph=True, allow_unused=True
-    )[0]
-    return torch.zeros_like(x, dtype=torch.bool) if moved is None else moved != 0
+_FAR = 256.0
+"""How far parameters are moved: all that depends on them moves too, and no choice becomes another one."""
+
+
+def _alive(context: Context, moved: Rank, rank: int, call: Called) -> Tensor:
+    """Which entries of a call's operand depend on parameters: those that move with them."""
+    number = next(n for n in call.ins if n is not None and n in moved.tensors)
+    return context.again.ranks[rank].tensors[number].detach() != moved.tensors[number].detach()
 
 
 def _user(context: Context, rank: int, numbers: Sequence[int]) -> Op | None:
