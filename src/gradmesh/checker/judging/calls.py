@@ -290,7 +290,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             rule = "GM102" if ratio is not None and ratio > 1 else "GM103"
         remedy = _OF_VERBS if call.name.startswith("gm.") else ""
         made = finding(rule, said, place, inside, list(calls), call.name, remedy)
-        back = _returned(context, calls, of_met=arrived.parts is not None) if rule == "GM104" else None
+        back = _returned(context, calls, of_met=_is_one(arrived.parts)) if rule == "GM104" else None
         entries = back and revived(context, calls, back.xs, back.right)
         if entries:
             said = (
@@ -340,7 +340,11 @@ def _averages(context: Context, calls: dict[int, Called], left: _Form) -> bool:
 
 def _is_right(form: _Form) -> bool:
     """Whether each rank has its own part of the true gradient, or the whole of it."""
-    return any(ratio is not None and abs(ratio - 1) < 0.02 for ratio in (form.parts, form.whole))
+    return _is_one(form.parts) or _is_one(form.whole)
+
+
+def _is_one(ratio: float | None) -> bool:
+    return ratio is not None and abs(ratio - 1) < 0.02
 
 
 def _form(given: list[Tensor], true: list[Tensor], copies: Sequence[Sequence[int]]) -> _Form:
@@ -435,7 +439,7 @@ def _returned(context: Context, calls: dict[int, Called], *, of_met: bool = Fals
 def _matters(context: Context, calls: dict[int, Called], arrived: _Form) -> bool:
     """Whether what a backward returned too much or too little comes to any parameter: a mask may take it away."""
     # Beside what it met, where that is parts: what is wrong there already, by little, is not this call's.
-    back = _returned(context, calls, of_met=arrived.parts is not None)
+    back = _returned(context, calls, of_met=_is_one(arrived.parts))
     if back is None:
         return True
     given = [gradient for _, each in back.pairs for _, gradient in each]
