@@ -21,6 +21,7 @@ PAGES = {
     "docs/check-code-host.png": "tools.code_host.__main__",
     "docs/errors": "tools.errors",
     "docs/launch.md": "tools.generate",
+    "docs/models.md": "tools.models.__main__",
     "docs/no_sync.md": "tools.no_sync",
     "docs/pictures": "tools.pictures.__main__",
     "docs/point.svg": "tools.point",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.models.program import FAMILIES, PLANS
-from tools.pages import table
+from tools.pages import mark, table
 
 _SIGNS = {"right": "right", "wrong": "**wrong**", "unchecked": "not checked", "refused": "refused"}
 
@@ -17,7 +17,7 @@ def page(data: dict[str, Any]) -> str:
     releases = sorted({row["release"] for row in rows}, key=lambda each: tuple(map(int, each.split("."))))
     parts = [
         "# Parallel plans of transformers",
-        "<!-- python -m tools.models -->",
+        mark("docs/models.md"),
         "`gradmesh check` on the parallel plans that models of transformers have: tiny models with random "
         "weights, two steps of SGD on local ranks over Gloo. A plan is a `DistributedConfig`: `tools/models/program.py` "
         "has sizes and plans. Each release of transformers runs in an environment of its own, with torch "
