@@ -19,8 +19,8 @@ def page(data: dict[str, Any]) -> str:
         "# Parallel plans of transformers",
         mark("docs/models.md"),
         "`gradmesh check` on the parallel plans that models of transformers have: tiny models with random "
-        "weights, two steps of SGD on local ranks over Gloo. A plan is a `DistributedConfig`: `tools/models/program.py` "
-        "has sizes and plans. Each release of transformers runs in an environment of its own, with torch "
+        "weights, two steps of SGD on local ranks over Gloo. A plan is a `DistributedConfig`; sizes and plans are in "
+        "`tools/models/program.py`. Each release of transformers runs in an environment of its own, with torch "
         f"{data['torch']}.",
         "A cell is *right* where the gradients of both steps were compared with the true ones and no error was found, "
         "and *wrong* with the rule of the first error. Where a wrong cell is *confirmed*, its gradients also differ "

@@ -23,7 +23,7 @@ class Parity:
 
     Attributes:
         far: the largest difference of an entry, beside the largest entry of that parameter's gradient; None where there
-            is no gradient to compare.
+            is nothing to compare.
         name: of the parameter.
         norms: of its gradient in one process, and on the rank that is farthest.
         error: why the ranks gave none.

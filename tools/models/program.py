@@ -126,4 +126,5 @@ def gradients(folder: str, plan: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    {"make": make, "train": train, "gradients": gradients}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Any] = {"make": make, "train": train, "gradients": gradients}
+    commands[sys.argv[1]](*sys.argv[2:])

@@ -128,9 +128,9 @@ def _products(
 
 def _seeds(rank: _Alone, marks: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """What a rank's gradients begin with: at its losses, and at what it hands to calls."""
-    begun = [(x, torch.ones_like(x) if root.weight is None else root.weight) for root, x in rank.roots]
-    begun += [(x, gradient) for number, gradient in marks if (x := rank.tensors.get(number)) is not None]
-    found = [(x, g) for x, g in begun if x.requires_grad and x.numel() == g.numel()]
+    begins = [(x, torch.ones_like(x) if root.weight is None else root.weight) for root, x in rank.roots]
+    begins += [(x, gradient) for number, gradient in marks if (x := rank.tensors.get(number)) is not None]
+    found = [(x, g) for x, g in begins if x.requires_grad and x.numel() == g.numel()]
     return [x for x, _ in found], [g.reshape(x.shape).to(x.dtype) for x, g in found]
 
 
@@ -149,12 +149,12 @@ def _marked(context: Context, rank: int) -> tuple[list[Event], list[tuple[int, T
         first = call.begin - begin
         if not (call.sends or call.sends_back) or not 0 <= first <= len(part):
             continue
-        for number, gradient in zip(call.ins, call.returned or (), strict=False):
-            if number is not None and gradient is not None and number in made:
+        for taken, gradient in zip(call.ins, call.returned or (), strict=False):
+            if taken is not None and gradient is not None and taken in made:
                 copy = next(fresh)
-                clone = Op("aten.clone.default", (Ref(number),), {}, [copy], call.site, None)
+                clone = Op("aten.clone.default", (Ref(taken),), {}, [copy], call.site, None)
                 # What a call takes may be written down within it.
-                behind.setdefault(max(first, made[number] + 1), []).append(clone)
+                behind.setdefault(max(first, made[taken] + 1), []).append(clone)
                 marks.append((copy, gradient))
         if call.number not in over:
             inside = [at for at, e in enumerate(part) if isinstance(e, (Op, Sent)) and e.call == call.number]
