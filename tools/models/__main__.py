@@ -3,6 +3,7 @@
 $ python -m tools.models                              # all cells; an hour on two cores
 $ python -m tools.models --only olmoe ep tp           # these families and plans
 $ python -m tools.models --environments FOLDER        # where the environments are, or are made
+$ python -m tools.models --inject 20 --seed 1         # faults in cells that were right, and which are found
 $ python -m tools.models --page                       # the page alone, of what was measured
 
 Cells are measured one by one, and written to docs/reports/models.json and docs/models.md one by one. The exit status
@@ -20,6 +21,7 @@ from typing import Any
 
 from tools.models.cells import RELEASES, Row, cells, checked
 from tools.models.environments import ROOT, TORCH, Environment
+from tools.models.inject import injected
 from tools.models.page import page
 from tools.pages import parser_of
 
@@ -33,12 +35,17 @@ def main(options: Sequence[str] | None = None, into: Path | None = None) -> int:
     parser.add_argument("--releases", nargs="+", default=RELEASES, metavar="RELEASE")
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME")
     parser.add_argument("--environments", type=Path, default=ROOT / "build/models")
+    parser.add_argument("--inject", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--page", action="store_true")
     given = parser.parse_args(options)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"torch": TORCH, "rows": []}
     checkpoints = given.environments / "checkpoints"
     status = 0
-    for cell in () if given.page else cells(given.releases, given.only):
+    if given.inject:
+        data["injected"] = injected(data["rows"], given.inject, given.seed, given.environments)
+        DATA.write_text(json.dumps(data, indent=1) + "\n")
+    for cell in () if given.page or given.inject else cells(given.releases, given.only):
         row = checked(cell, Environment(cell.release, given.environments), checkpoints)
         print(f"{cell!s:32} {row.verdict:10} {row.seconds:6.1f} s  {_said(row)}", flush=True)
         status |= row.verdict == "wrong" and cell.release == max(RELEASES, key=_order)

@@ -79,8 +79,8 @@ def cells(releases: Sequence[str], only: Sequence[str]) -> Iterator[Cell]:
                     yield Cell(release, family, plan)
 
 
-def checked(cell: Cell, environment: Environment, folder: Path) -> Row:
-    """Check a cell, and hold a wrong one beside one process."""
+def checked(cell: Cell, environment: Environment, folder: Path, fault: Sequence[str] = ()) -> Row:
+    """Check a cell, and hold a wrong one beside one process, where no fault was put into it."""
     model = folder / f"{cell.family}-{cell.release}"
     if not (model / "config.json").exists():
         made = environment.start(PROGRAM, "make", cell.family, str(model))
@@ -90,7 +90,7 @@ def checked(cell: Cell, environment: Environment, folder: Path) -> Row:
     start = time.perf_counter()
     ranks = ["--ranks", str(cell.ranks), "--json"]
     started = environment.start(
-        "-m", "gradmesh", "check", *ranks, PROGRAM, "--", "train", str(model), cell.plan
+        "-m", "gradmesh", "check", *ranks, PROGRAM, "--", "train", str(model), cell.plan, *fault
     )
     try:
         out, error = started.communicate(timeout=_LIMIT)
@@ -99,7 +99,7 @@ def checked(cell: Cell, environment: Environment, folder: Path) -> Row:
         started.communicate()
         return Row(cell, "unchecked", _LIMIT, error=f"not over after {_LIMIT:g} seconds")
     row = row_of(cell, out, error, time.perf_counter() - start)
-    if row.verdict == "wrong":
+    if row.verdict == "wrong" and not fault:
         row.parity = parity(environment, model, cell.plan, cell.ranks, folder)
     return row
 

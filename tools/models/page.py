@@ -33,6 +33,15 @@ def page(data: dict[str, Any]) -> str:
         lines = [[family, *(_cell(own.get((family, plan))) for plan in PLANS)] for family in shown]
         parts += [f"## transformers {release}", table(["model", *PLANS], lines)]
         parts += _details(list(own.values()))
+    if faults := data.get("injected"):
+        there = [each for each in faults if each["verdict"] in ("right", "wrong")]
+        missed = [f"{each['fault']} in {each['cell']}" for each in there if each["verdict"] == "right"]
+        parts += [
+            "## Faults in right cells",
+            "A random collective of the second backward is doubled, dropped, or not made, alike on all ranks: "
+            f"{len(there) - len(missed)} of {len(there)} are found"
+            + (f". Not found: {'; '.join(missed)}." if missed else "."),
+        ]
     parts.append(
         "The findings with their lines and all times are in [models.json](reports/models.json). Repeat it with "
         "`python -m tools.models`, one release with `--releases 5.23.0`, some cells with `--only olmoe ep`."

@@ -1,13 +1,15 @@
 """A tiny model with random weights, trained for two steps under a parallel plan of transformers.
 
 $ python tools/models/program.py make FAMILY FOLDER
-$ gradmesh check -n 2 tools/models/program.py -- train FOLDER PLAN
+$ gradmesh check -n 2 tools/models/program.py -- train FOLDER PLAN [FAULT SEED]
 $ python tools/models/program.py gradients FOLDER PLAN FILE   # of the first step, from each rank that is started
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LATENT = {
@@ -99,13 +102,70 @@ def _loss(model: Any, step: int, replica: int) -> torch.Tensor:
     return loss
 
 
-def train(folder: str, plan: str) -> None:
+FAULTS = ("doubled", "dropped", "unreduced")
+
+
+class _Fault:
+    """Makes a random collective of the second backward wrong, alike on all ranks: the first backward counts them.
+
+    Args:
+        kind: what becomes of its result: doubled, zero, or what this rank handed in.
+        seed: of the choice.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind, self._seed = kind, seed
+        self.inside, self.count, self.chosen, self.place = False, 0, -1, ""
+        for module, name in (
+            (dist, "all_reduce"),
+            (dist, "reduce_scatter_tensor"),
+            (functional, "all_reduce"),
+            (functional, "reduce_scatter_tensor"),
+        ):
+            setattr(module, name, self._wrapped(module is dist, getattr(module, name)))
+
+    def begins(self, step: int) -> None:
+        """A backward begins."""
+        if step == 1 and self.count:
+            self.chosen = random.Random(self._seed).randrange(self.count)
+        self.inside, self.count = True, 0
+
+    def _wrapped(self, in_place: bool, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+            mine = self.inside and self.count == self.chosen
+            self.count += self.inside
+            before = x.detach().clone() if mine and isinstance(x, torch.Tensor) else x
+            result = original(x, *args, **kwargs)
+            if mine:
+                self.place = f"{original.__name__} of {tuple(x.shape)}"
+                made = x if in_place else result
+                if (
+                    self.kind == "unreduced"
+                    and made.shape == before.shape
+                    and original.__name__ == "all_reduce"
+                ):
+                    made.copy_(before)
+                else:
+                    made.mul_(2.0 if self.kind == "doubled" else 0.0)
+            return result
+
+        return call
+
+
+def train(folder: str, plan: str, kind: str = "", seed: str = "0") -> None:
     """Two steps, whose gradients are checked."""
     model = _model(folder, plan)
+    fault = _Fault(kind, int(seed)) if kind else None
     replica = dist.get_rank() // PLANS[plan].get("tp_size", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        _loss(model, step, replica).backward()
+        loss = _loss(model, step, replica)
+        if fault:
+            fault.begins(step)
+        loss.backward()
+        if fault:
+            fault.inside = False
         optimizer.step()
         optimizer.zero_grad()
 
