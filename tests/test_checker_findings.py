@@ -69,6 +69,7 @@ def test_a_verdict_as_json_has_every_field_in_json_values() -> None:
             "message": "the ranks' gradients differ",
             "at": {"file": "train.py", "line": 7, "function": "step", "text": "loss.backward()"},
             "began": {"file": "train.py", "line": 7, "function": "step", "text": "loss.backward()"},
+            "received": None,
             "ranks": [0, 1],
             "subject": "norm.weight",
             "remedy": RULES["GM101"].remedy,

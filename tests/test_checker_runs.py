@@ -162,6 +162,36 @@ def test_processes_that_a_script_starts_end_with_the_check_also_where_it_is_kill
     assert _comes_true(lambda: not any(map(_is_alive, pids)), 30), pids
 
 
+def test_a_model_that_is_made_on_the_meta_device_is_checked_with_the_values_that_it_is_loaded_with(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+with torch.device("meta"):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    for _ in range(2):
+        model(torch.empty(3, 8))  # what shapes there are
+model.to_empty(device="cpu")
+torch.manual_seed(0)
+for p in model.parameters():
+    nn.init.normal_(p)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.randn(6, 8)).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+""")
+    verdict = run.check_script(run.Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings, verdict
+    assert (verdict.status, verdict.followed) == ("complete", 2)
+
+
 def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

@@ -74,7 +74,7 @@ def row_of(script: Script, cost: bool = False) -> Row:
         place.line
         for finding in verdict.findings
         if finding.rule.id == script.expected or finding.rule.id in script.also
-        for place in (finding.at, finding.began)
+        for place in (finding.at, finding.began, finding.received)
         if place is not None
     }
     return Row(

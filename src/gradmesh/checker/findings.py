@@ -392,6 +392,7 @@ class Finding:
         message: what was seen here, as a sentence.
         at: where it goes wrong; None where no line of the program is.
         began: where it began, if that is another line.
+        received: where the wrong gradient is received, if `at` is the operator that it first differs at.
         ranks: the global ranks that it was seen on; empty where that is unknown.
         subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
         remedy: how to fix it; the rule's where none is given.
@@ -406,6 +407,7 @@ class Finding:
     subject: str = ""
     remedy: str = ""
     by_number: bool = False
+    received: Place | None = None
 
     def __post_init__(self) -> None:
         if not self.remedy:
@@ -425,6 +427,7 @@ class Finding:
             "message": self.message,
             "at": self.at and self.at.as_json(),
             "began": self.began and self.began.as_json(),
+            "received": self.received and self.received.as_json(),
             "ranks": list(self.ranks),
             "subject": self.subject,
             "remedy": self.remedy,

@@ -285,7 +285,9 @@ class Numbering:
         if known is None or known.given is None:
             return
         with self.unseen():
-            if x.shape == known.given.value.shape and not torch.equal(x, known.given.value):
+            before = known.given.value
+            # On the meta device, where a model is made before it is loaded, there is no value.
+            if x.shape == before.shape and not x.is_meta and (before.is_meta or not torch.equal(x, before)):
                 known.given.value = x.detach().clone()
         known.given = None
 

@@ -148,13 +148,13 @@ def _run(back: Back, gradients: Sequence[Tensor | None]) -> list[Tensor | None] 
                 if isinstance(each, ProgramInput):
                     tensors[each.id] = each.value.clone()
                 elif isinstance(each, Op):
-                    tensors.update(zip(each.outs, _results(each, tensors), strict=False))
+                    tensors.update(zip(each.outs, results_of_operator(each, tensors), strict=False))
         return [None if number is None else tensors[number] for number in back.outs]
     except (RuntimeError, KeyError, IndexError, TypeError, ValueError):
         return None
 
 
-def _results(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+def results_of_operator(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor]:
     """What an operator makes of these tensors, by their numbers."""
 
     def valued(value: Any) -> Any:
@@ -330,7 +330,7 @@ class Rank:
         declared: tensors that the program declares terms of a sum over some ranks, though all of these have its value,
             and what is made of them.
         terms: those ranks, of a loss that is such a term.
-        shaken: whether the last bits of its parameters are changed.
+        shaken: how far the last bits of its parameters are changed, in units of a few of these; 0 if not.
         size: the number of all ranks.
         senders: the names of Functions that send something on some rank, in forward or in backward.
         unclear: backwards of which it is not known what they make of a gradient.
@@ -348,7 +348,7 @@ class Rank:
     missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
     terms: set[int] = field(default_factory=set)
-    shaken: bool = False
+    shaken: float = 0.0
     size: int = 1
     senders: frozenset[str] = frozenset()
     unclear: Unclear = field(default_factory=Unclear)
@@ -368,7 +368,7 @@ class Rank:
                     self.missing.append((Lost(event.lost, event.site), missing))
                     self.tensors[event.id] = missing.clone()
                 elif event.leaf and (value.is_floating_point() or value.is_complex()):
-                    value = _shaken(value) if self.shaken else value.clone()
+                    value = _shaken(value, self.shaken) if self.shaken else value.clone()
                     leaf = self.leaves[event.id] = value.requires_grad_()
                     self.tensors[event.id] = leaf.clone()
                 else:
@@ -443,9 +443,9 @@ class Rank:
         if self.declared:
             known = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: known[0] for number in event.outs if known})
-        self.tensors.update(zip(event.outs, _results(event, self.tensors), strict=True))
+        self.tensors.update(zip(event.outs, results_of_operator(event, self.tensors), strict=True))
         if self.continues and event.name.split(".")[1] in _PACKS and self.attached.keys() & set(refs(event)):
-            made = _results(event, {**self.tensors, **self.attached})
+            made = results_of_operator(event, {**self.tensors, **self.attached})
             self.attached.update(zip(event.outs, made, strict=True))
 
     def taken(self, call: Sent) -> list[Tensor]:
@@ -508,26 +508,32 @@ def _counts_ranks(x: float, ranks: int) -> bool:
     return any(abs(x * n - 1) < 1e-6 or abs(x / n - 1) < 1e-6 for n in range(2, ranks + 1))
 
 
-def _shaken(x: Tensor) -> Tensor:
+def _shaken(x: Tensor, by: float) -> Tensor:
     """The same with other last bits, on every rank that has it in the same way."""
     size = x.abs() + x.abs().max() if x.numel() else x.abs()
-    way = torch.arange(x.numel(), dtype=torch.float64).mul(12.9898).sin().reshape(x.shape)
-    return x + (4 * torch.finfo(x.dtype).eps * size * way).to(x.dtype)
+    way = (
+        torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device)
+        .mul(12.9898)
+        .sin()
+        .reshape(x.shape)
+    )
+    return x + (4 * by * torch.finfo(x.dtype).eps * size * way).to(x.dtype)
 
 
-def run_again(parts: Sequence[Sequence[Event]], *, shaken: bool = False) -> Again:
+def run_again(parts: Sequence[Sequence[Event]], *, shaken: float = 0.0, kind: type[Rank] = Rank) -> Again:
     """Run all ranks' events again, in one process.
 
     Args:
         parts: of each rank.
-        shaken: change the last bits of all parameters.
+        shaken: how far to change the last bits of all parameters, in units of a few of these.
+        kind: what runs a rank.
 
     Raises:
         UnfaithfulError: something is missing, or does not come out as it did.
     """
     calls = [event.call for part in parts for event in part if isinstance(event, Over)]
     senders = frozenset(call.name for call in calls if call.sends or call.sends_back)
-    again = Again([Rank(shaken=shaken, size=len(parts), senders=senders) for _ in parts])
+    again = Again([kind(shaken=shaken, size=len(parts), senders=senders) for _ in parts])
     running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
     waiting: dict[int, Sent] = {}
     letters: dict[tuple[int, int, int], collections.deque[tuple[Sent, list[Tensor]]]] = (

@@ -48,7 +48,9 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
         line(*head, (f": {parts}" if parts else "", ""))
         line((finding.message, ""), by=2)
         if finding.at:
-            place("at ", finding.at)
+            place("first differs at " if finding.received else "at ", finding.at)
+        if finding.received:
+            place("received at ", finding.received)
         if finding.began and finding.began != finding.at:
             place("began at ", finding.began)
         line(("fix: ", "dim"), (finding.remedy, ""), by=2)
@@ -184,6 +186,9 @@ def _result(finding: Finding, key: str, script: str | None, base: Path) -> dict[
     text = finding.message if finding.message.endswith((".", "!", "?")) else f"{finding.message}."
     if began and finding.at:
         text += f" It began [here](1), at {relative(began.file, base)}:{began.line}."
+    if finding.received:
+        place = f"{relative(finding.received.file, base)}:{finding.received.line}"
+        text += f" The wrong gradient is received [here]({2 if began and finding.at else 1}), at {place}."
     at = finding.at or finding.began or (Place(script, 1, "", "") if script else None)
     result: dict[str, Any] = {
         "ruleId": finding.rule.id,
@@ -194,9 +199,12 @@ def _result(finding: Finding, key: str, script: str | None, base: Path) -> dict[
         "partialFingerprints": {"gradmeshCheck/v1": key, "primaryLocationLineHash": key},
         "properties": {"ranks": list(finding.ranks), "subject": finding.subject},
     }
-    if began and finding.at:
+    related = [(began, "where it began")] if began and finding.at else []
+    related += [(finding.received, "where it is received")] if finding.received else []
+    if related:
         result["relatedLocations"] = [
-            {"id": 1, "message": {"text": "where it began"}, **_location(began, base)}
+            {"id": number, "message": {"text": text}, **_location(place, base)}
+            for number, (place, text) in enumerate(related, 1)
         ]
     return result
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding, listed
+from gradmesh.checker.judging.origins import reaches, revived
 from gradmesh.checker.judging.parameters import Got, in_double, near, ratio_of, tolerance
 from gradmesh.checker.trace import Called, Op, Saved, Sent, refs
 
@@ -153,6 +154,12 @@ _OF_VERBS = (
 """The remedy where a verb's result is of another type than what the program does with it."""
 
 
+_OF_ENTRIES = (
+    "Mask the result of that operator at these entries, or what it multiplies, so that no gradient comes from there; "
+    "zeros in its operand alone do not stop it."
+)
+
+
 @dataclass
 class _Form:
     """How gradients on the ranks are to the true ones: each its own part, or each the whole.
@@ -253,7 +260,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         arrived, left = _arrived(context, calls), _left(context, calls)
         if arrived is None or left is None or not _is_fault(arrived, left):
             continue
-        if _averages(context, calls, left):
+        if _averages(context, calls, left) or not _matters(context, calls, arrived):
             continue
         rank, call = next(iter(calls.items()))
         ins = [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
@@ -264,6 +271,8 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             continue
         if left.parts is not None and left.parts < 1 and unsummed.issuperset(names):
             continue  # it divides, as for a mean; what is missing is a sum behind it, over the copies of the shards
+        if (call.name, call.site) in found:
+            continue
         law = _law(context, calls)
         place = context.place(rank, call.site)
         inside = next(
@@ -280,9 +289,19 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             ratio = left.parts if left.parts is not None else left.whole
             rule = "GM102" if ratio is not None and ratio > 1 else "GM103"
         remedy = _OF_VERBS if call.name.startswith("gm.") else ""
-        found.setdefault(
-            (call.name, call.site), finding(rule, said, place, inside, list(calls), call.name, remedy)
-        )
+        made = finding(rule, said, place, inside, list(calls), call.name, remedy)
+        back = _returned(context, calls, of_met=_is_one(arrived.parts)) if rule == "GM104" else None
+        entries = back and revived(context, calls, back.xs, back.right)
+        if entries:
+            said = (
+                f"{entries.name} passes a gradient to entries of its operand that rank {entries.rank} has cut off in "
+                f"forward, by a mask say, and the backward of {call.name} adds them to those of other ranks: the "
+                f"gradient of {listed(names)} is wrong from there"
+            )
+            at = context.place(entries.rank, entries.site)
+            made = finding(rule, said, at, None, list(calls), call.name, _OF_ENTRIES)
+            made = replace(made, received=place)
+        found[call.name, call.site] = made
     return list(found.values())
 
 
@@ -321,7 +340,11 @@ def _averages(context: Context, calls: dict[int, Called], left: _Form) -> bool:
 
 def _is_right(form: _Form) -> bool:
     """Whether each rank has its own part of the true gradient, or the whole of it."""
-    return any(ratio is not None and abs(ratio - 1) < 0.02 for ratio in (form.parts, form.whole))
+    return _is_one(form.parts) or _is_one(form.whole)
+
+
+def _is_one(ratio: float | None) -> bool:
+    return ratio is not None and abs(ratio - 1) < 0.02
 
 
 def _form(given: list[Tensor], true: list[Tensor], copies: Sequence[Sequence[int]]) -> _Form:
@@ -383,14 +406,44 @@ def _arrived(context: Context, calls: dict[int, Called]) -> _Form | None:
 
 
 def _left(context: Context, calls: dict[int, Called]) -> _Form | None:
+    back = _returned(context, calls)
+    return None if back is None else _compared(calls, back.pairs, back.right)
+
+
+@dataclass
+class _Back:
+    """What the backward of a call returned, for each rank, and what it had to return."""
+
+    pairs: list[tuple[int, list[tuple[Tensor, Tensor]]]]
+    right: list[Tensor]
+
+    @property
+    def xs(self) -> list[Tensor]:
+        return [x for _, each in self.pairs for x, _ in each]
+
+
+def _returned(context: Context, calls: dict[int, Called], *, of_met: bool = False) -> _Back | None:
+    """What a call returned, with what belongs to the true gradients, or to those that it met."""
     pairs, outs = _pairs(context, calls, "ins", "returned"), _pairs(context, calls, "outs", "received")
     if pairs is None or outs is None:
         return None
     xs = [x for _, each in pairs for x, _ in each]
     ys = [y for _, each in outs for y, _ in each]
+    met = [g for _, each in outs for _, g in each]
     # An operand may have other uses, whose gradient does not come from here.
-    right = [torch.zeros_like(y) if g is None else g for y, g in zip(ys, context.truth.at(ys), strict=True)]
-    return _compared(calls, pairs, torch.autograd.grad(ys, xs, right, retain_graph=True, allow_unused=True))
+    there = [torch.zeros_like(y) if g is None else g for y, g in zip(ys, context.truth.at(ys), strict=True)]
+    found = torch.autograd.grad(ys, xs, met if of_met else there, retain_graph=True, allow_unused=True)
+    return _Back(pairs, [torch.zeros_like(x) if g is None else g for x, g in zip(xs, found, strict=True)])
+
+
+def _matters(context: Context, calls: dict[int, Called], arrived: _Form) -> bool:
+    """Whether what a backward returned too much or too little comes to any parameter: a mask may take it away."""
+    # Beside what it met, where that is parts: what is wrong there already, by little, is not this call's.
+    back = _returned(context, calls, of_met=_is_one(arrived.parts))
+    if back is None:
+        return True
+    given = [gradient for _, each in back.pairs for _, gradient in each]
+    return reaches(context, back.xs, [g - x for g, x in zip(given, back.right, strict=True)], back.right)
 
 
 def _compared(

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
-from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, with_text
+from gradmesh.checker.judging.calls import upstream
+from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, listed, with_text
+from gradmesh.checker.judging.origins import parting
 from gradmesh.checker.judging.parameters import (
     Got,
     Scales,
@@ -151,7 +153,33 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
         found.append(_one(context, got))
     if apart:
         found = [*(_apart(context, got) for got in apart), *found]
-    return _grouped(found)
+    return _grouped(_with_parting(context, apart + bent, found))
+
+
+def _with_parting(context: Context, wrong: Sequence[Got], found: list[Finding]) -> list[Finding]:
+    """Findings, where all that are wrong for one missing sum before the loss are one, at the operator behind it."""
+    there = parting(context, wrong) if wrong else None
+    taken = None if there is None else context.tensor(there.ranks[0], there.taken)
+    if there is None or taken is None:
+        return found
+    names = list(dict.fromkeys([*there.names, *upstream(context, [taken], wrong)]))
+    rank = there.ranks[0]
+    said = (
+        "what is taken here is the same on the ranks, and what is made of it is not: each rank has its own part of the "
+        "gradient, and the parts are not summed over the ranks on their way back. The gradient of "
+        f"{listed(names)} is wrong from here"
+    )
+    at, received = context.place(rank, there.site), context.place(rank, there.used)
+    made = finding("GM101", said, at, None, there.ranks, names[0], _OF_PARTING)
+    if received != at:
+        made = replace(made, received=received)
+    return [made, *(each for each in found if each.subject not in names)]
+
+
+_OF_PARTING = (
+    "Pass what is taken here through an operation whose backward is the sum over the ranks and whose forward changes "
+    "nothing, such as gm.replicate, before the ranks go on with it in different ways."
+)
 
 
 def _one(context: Context, got: Got) -> Finding:
@@ -275,12 +303,12 @@ def _grouped(found: Sequence[Finding]) -> list[Finding]:
     for each in found:
         table.setdefault((each.rule.id, str(each.at)), []).append(each)
     made = []
-    for (rule, _), group in table.items():
+    for group in table.values():
         first, names = group[0], list(dict.fromkeys(each.subject for each in group if each.subject))
         said = first.message
         if len(names) > 1:
             said += f" (so it is with {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''})"
-        made.append(finding(rule, said, first.at, first.began, first.ranks, first.subject, first.remedy))
+        made.append(replace(first, message=said))
     return made
 
 

@@ -195,7 +195,7 @@ def forgive_rounding(context: Context, wrong: Sequence[Got]) -> bool:
     How far rounding carries is seen where the ranks are run again with the last bits of all parameters changed.
     """
     try:
-        shaken = truth_of(run_again(context.segment.parts, shaken=True))
+        shaken = truth_of(run_again(context.segment.parts, shaken=1.0))
     except (UnfaithfulError, RuntimeError):
         return False
     if shaken is None:

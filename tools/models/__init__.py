@@ -1,0 +1,1 @@
+"""The parallel plans of transformers under `gradmesh check`: tiny models with random weights, release by release."""

@@ -1,0 +1,47 @@
+"""An environment of its own for each release of transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TORCH = "2.13.0"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+
+class Environment:
+    """Python with a release of transformers; it is made where it is not there.
+
+    Args:
+        release: of transformers.
+        folder: of all environments.
+    """
+
+    def __init__(self, release: str, folder: Path) -> None:
+        self.python = folder / release / "bin" / "python"
+        done = folder / release / "ready"
+        if not done.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder / release)], check=True)
+            wanted = [f"torch=={TORCH}", f"transformers=={release}", "-r", str(REQUIREMENTS)]
+            subprocess.run([str(self.python), "-m", "pip", "install", "-q", *wanted], check=True)
+            done.touch()
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start Python, with this copy of gradmesh, in the repository's root."""
+        quiet = {
+            "TRANSFORMERS_VERBOSITY": "error",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
+        given = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **quiet, **variables}
+        return subprocess.Popen(
+            [str(self.python), *arguments],
+            cwd=ROOT,
+            env={**os.environ, **given},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
