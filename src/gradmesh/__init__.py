@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from gradmesh.autograd.scaling import scale_gradient
     from gradmesh.loss_scaling import objective
     from gradmesh.type_inference import Types, assert_type, typed
-    from gradmesh.verbs.own_ops import apply
+    from gradmesh.verbs.call import apply
 
 __version__ = "0.1.0"
 
@@ -170,7 +170,7 @@ _LAZY = {
         "autograd.scaling": ("scale_gradient",),
         "loss_scaling": ("objective",),
         "type_inference": ("Types", "assert_type", "typed"),
-        "verbs.own_ops": ("apply",),
+        "verbs.call": ("apply",),
     }.items()
     for name in names_of_module
 }

@@ -452,7 +452,8 @@ class _Watcher:
             wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
             if not (leaves or to.has_optimizer or to.quiet):  # what is asked for may be all there is to train
-                used = {number for e in self._tape.events if isinstance(e, Op) and not _detaches(e) for number in refs(e)}
+                ran = (e for e in self._tape.events if isinstance(e, Op) and not _detaches(e))
+                used = {number for e in ran for number in refs(e)}
                 every = {id(x) for x in to.leaves() if to.id_of(x) in used}
                 leaves = bool(every) and every == {id(x) for x in wanted}
             if not to.backward and not to.quiet:
@@ -632,7 +633,7 @@ class _Watcher:
         self._counted(0)
 
     def _settle_renewed(self) -> None:
-        """Parameters that are kept after the program has made new ones are those of a model, and the new ones a trial."""
+        """Parameters that outlive new ones which the program has made are a model's, and the new ones a trial."""
         step, held = self._renewed or (None, [])
         for param in step.params if step is not None and all(p() is not None for p in held) else ():
             param.copied = True

@@ -14,13 +14,13 @@ from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transfo
 from gradmesh._util.call_sites import show_site
 from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh._util.structure import Packed
+from gradmesh.autograd import rule
 from gradmesh.autograd.pending import Pending, receive, start_op
-from gradmesh.autograd.rule import apply
 from gradmesh.dims import RECORD, DimLike, Names, show_names, stale, with_names
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
-from gradmesh.ops.base import Op, Precision
+from gradmesh.ops.base import LinearOp, Op, Precision
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.pair import Receive
 from gradmesh.ops.sizes import EQUAL, Sizes, balanced
@@ -199,13 +199,13 @@ class Call:
             then = self.naming(then)
         if self._async:
             return start_op(op, x, then)
-        y = apply(op, x)
+        y = rule.apply(op, x)
         return y if then is None else then(y)
 
     def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
         """As `run`, where `then` makes further calls."""
         then = self.naming(then)
-        return start_op(op, x, then, steps=True) if self._async else then(apply(op, x))
+        return start_op(op, x, then, steps=True) if self._async else then(rule.apply(op, x))
 
     def received(self, op: Receive, x: Tensor) -> Any:
         """Receive a message, now or at `wait()`; messages of one rank arrive in order."""
@@ -410,7 +410,7 @@ class Call:
             )
         # A regular op, so that it is checked and torch.func transforms do not see the numbers.
         mine = constants([own], exchange_device(self.axis, self.x), torch.int64)
-        found = apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
+        found = rule.apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
         return Sizes(tuple(found.tolist()))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
@@ -479,7 +479,7 @@ class Call:
         """Send each rank the shape of its part; returns the shapes of the parts to receive."""
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
         sent = constants(header, exchange_device(self.axis, self.x), torch.int64)
-        rows = apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
+        rows = rule.apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
         return [row[1 : 1 + row[0]] for row in rows]
 
     def refuse_compiled(self, why: str, instead: str) -> None:
@@ -616,3 +616,38 @@ def _index(rank: int, index: object, x: Tensor, dim: int, fail: Fail) -> Tensor:
                 remedy="use row numbers of this rank's local tensor, not of the global one",
             )
     return index.long()
+
+
+def apply(op: LinearOp, x: Tensor) -> Tensor:
+    """Run a collective of your own on this rank's tensor, with its derivatives of every order.
+
+    Every rank of the op's axis calls it. The ranks compare the call as they compare those of the verbs.
+
+    Args:
+        op: an object of a subclass of `gradmesh.ops.base.LinearOp`.
+        x: the operand.
+
+    Raises:
+        ArgumentError: `op` is not a LinearOp, or `x` is not a dense tensor.
+        MismatchError: the ranks' calls differ.
+
+    Example:
+        >>> from gradmesh.ops.permute import Shift
+        >>> def on_each_rank():
+        ...     return gm.apply(Shift(gm.axis(), offset=1), torch.tensor([1.0 + gm.rank()]))
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [tensor([2.]), tensor([1.])]
+    """
+    if not isinstance(op, LinearOp):
+        raise ArgumentError(
+            message(
+                "the op is not a LinearOp",
+                op="apply",
+                expected="an object of a subclass of gradmesh.ops.base.LinearOp",
+                got=f"{type(op).__name__}",
+                remedy="pass the op first, made with its axis: gradmesh.apply(MyOp(gradmesh.axis()), x)",
+            )
+        )
+    call = Call(op.verb, x, op.axis)
+    result: Tensor = call.run(op, call.x)
+    return result
