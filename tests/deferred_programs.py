@@ -10,12 +10,14 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh.transport import deferred_check
 from tools import mismatches
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "right",
     "stepped",
     "steps_elsewhere",
+    "traffic",
     "without_the_hub",
 ]
 
@@ -154,6 +157,34 @@ def right(level: Any) -> list[list[float]]:
             found += [weight.tolist(), y.tolist(), force.tolist(), x.grad.tolist()]  # type: ignore[union-attr]
         gm.reduce(weight.detach(), root=1)
     return found
+
+
+def traffic(steps: int) -> tuple[int, int]:
+    """The messages that this process sends in some steps, and how often the hub wakes in a second after them."""
+    messages, turns = [0], [0]
+    send, turn = deferred_check._Connection.send, deferred_check.Hub._turn
+
+    def counted_send(self: Any, *args: Any) -> bool:
+        messages[0] += 1
+        return send(self, *args)
+
+    def counted_turn(self: Any) -> None:
+        turns[0] += 1
+        turn(self)
+
+    counting = patch.multiple(deferred_check._Connection, send=counted_send)
+    with gm.check("deferred"), counting, patch.multiple(deferred_check.Hub, _turn=counted_turn):
+        optimizer = _optimizer()
+        for number in range(1 + steps):
+            gm.all_reduce(torch.ones(4), dst=gm.R)
+            optimizer.step()
+            if number == 0:
+                messages[0] = 0
+        sent = messages[0]
+        time.sleep(0.5)  # the answers of the last step
+        turns[0] = 0
+        time.sleep(1)
+    return sent, turns[0]
 
 
 def _own_threads() -> list[str]:

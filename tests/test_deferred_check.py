@@ -154,6 +154,15 @@ def test_a_rank_that_begins_the_next_function_late_is_waited_for() -> None:
 
 
 @pytest.mark.processes
+def test_a_step_costs_one_message_of_each_rank_and_one_answer_and_the_hub_sleeps_otherwise() -> None:
+    steps = 40
+    found = launched(programs.traffic, steps)
+    sent, turns = (sum(column) for column in zip(*found, strict=True))
+    assert sent <= 4 * steps + 16, found  # a few more of ranks that are slow
+    assert turns <= 2, found
+
+
+@pytest.mark.processes
 def test_right_program_gives_the_same_bits_as_at_level_1() -> None:
     assert launched(programs.right, "deferred") == launched(programs.right, 1)
 

@@ -286,6 +286,29 @@ def test_a_collective_whose_operand_was_freed_sends_other_values(simulated: Simu
     assert all(not set(found.tolist()) & {1.0, 2.0} for _, found in simulated(2)(collective, True, False))
 
 
+def replayed_after_a_free() -> tuple[Tensor, Tensor, Tensor]:
+    """What a graph computes of memory that is kept, freed in its capture, and of another one that is freed after it."""
+    outside = torch.ones(64)
+    with sd.captured() as graph:
+        kept = torch.ones(64) + 1
+        inside = torch.ones(64)
+        memory, reads = sd.raw(inside), torch.zeros(64)
+        del inside
+        to = sd.raw(reads)
+        sd.launch(lambda: to.copy_(memory))
+        reads_outside = outside + 1
+    del outside
+    graph.replay()
+    return kept.cpu(), reads.cpu(), reads_outside.cpu()
+
+
+def test_a_replay_finds_no_value_in_memory_that_was_freed(simulated: Simulated) -> None:
+    for kept, inside, outside in simulated(1)(replayed_after_a_free):
+        assert torch.equal(kept, torch.full((64,), 2.0))
+        assert all_nan(inside)
+        assert all_nan(outside)
+
+
 def from_cpu() -> tuple[list[float], str]:
     kind = dist.get_backend_config(gm.axis().group)
     return gm.all_gather(torch.ones(1, device="cpu")).tolist(), kind

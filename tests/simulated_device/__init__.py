@@ -37,6 +37,8 @@ from tests.simulated_device.device import (
     delayed,
     install,
     is_simulated,
+    launch,
+    raw,
     waits,
 )
 from tests.simulated_device.device import counted as counted_here
@@ -57,7 +59,9 @@ __all__ = [
     "delayed",
     "install",
     "is_simulated",
+    "launch",
     "on_device",
+    "raw",
     "waits",
     "why_not",
 ]

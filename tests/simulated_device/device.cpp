@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
@@ -150,6 +151,7 @@ struct Block {
   size_t size;
   int64_t stream;
   std::vector<int64_t> used;  // other streams, by record_stream
+  bool captured = false;      // allocated during a capture: it belongs to the graph, and is never handed out again
 };
 
 struct Memory final : c10::Allocator {
@@ -158,6 +160,8 @@ struct Memory final : c10::Allocator {
   std::map<std::pair<int64_t, size_t>, std::vector<void*>> idle;
   std::vector<std::pair<Block, std::vector<Mark>>> pending;  // freed, and still in use on another stream
   std::atomic<int64_t> reused{0};
+  bool capturing = false;
+  std::vector<std::pair<uintptr_t, size_t>> freed;  // of the graph that is being captured, and not noted there yet
 
   static size_t rounded(size_t n) {
     size_t size = 64;
@@ -178,7 +182,13 @@ struct Memory final : c10::Allocator {
       if (over) retire(it->first);
       it = over ? pending.erase(it) : it + 1;
     }
-    Block block{nullptr, rounded(n), current, {}};
+    Block block{nullptr, rounded(n), current, {}, capturing};
+    if (capturing) {
+      block.memory = aligned_alloc(64, block.size);
+      memset(block.memory, POISON, block.size);
+      lent[block.memory] = block;
+      return {block.memory, block.memory, &release, DEVICE};
+    }
     auto& free = idle[{current, block.size}];
     if (free.empty()) {
       block.memory = aligned_alloc(64, block.size);
@@ -210,6 +220,10 @@ void Memory::release(void* address) {
   auto found = memory.lent.find(address);
   Block block = found->second;
   memory.lent.erase(found);
+  if (block.captured) {
+    if (memory.capturing) memory.freed.emplace_back(reinterpret_cast<uintptr_t>(address), block.size);
+    return;
+  }
   if (block.used.empty()) return memory.retire(block);
   std::vector<Mark> marks;
   for (int64_t stream : block.used) marks.push_back(mark(stream));
@@ -303,6 +317,15 @@ PYBIND11_MODULE(_simulated_device, m) {
   m.def("set_stream_delay", [](int64_t id, double seconds) { device.at(id)->delay = seconds; });
   m.def("record_stream", [](const at::Tensor& x, int64_t id) { memory.record(x.storage().data_ptr().get(), id); });
   m.def("reused", [] { return memory.reused.load(); });
+  m.def("set_capturing", [](bool on) {
+    std::lock_guard lock(memory.mutex);
+    memory.capturing = on;
+  });
+  m.def("take_freed", [] {
+    std::lock_guard lock(memory.mutex);
+    return std::exchange(memory.freed, {});
+  });
+  m.def("poison", [](uintptr_t address, size_t size) { memset(reinterpret_cast<void*>(address), POISON, size); });
   py::class_<Mark>(m, "Mark").def_property_readonly("over", [](Mark m) { return m.stream->over(m.number); });
   m.def("mark", &mark);
   m.def("block", &block);

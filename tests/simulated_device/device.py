@@ -158,13 +158,15 @@ class Graph:
     """Kernels that were captured, which `replay` queues again.
 
     Attributes:
-        kernels: in the order in which they were queued.
-        pool: the memory that was allocated meanwhile.
+        kernels: in the order in which they were queued, and between them the memory that was freed, which they fill.
     """
 
     def __init__(self) -> None:
         self.kernels: list[Callable[[], object]] = []
-        self.pool: list[Tensor] = []
+
+    def note_freed(self) -> None:
+        """Fill what was freed since the last kernel: none that follows may read it."""
+        self.kernels += [functools.partial(core().poison, *block) for block in core().take_freed()]
 
     def replay(self) -> None:
         """Queue all kernels on the current stream."""
@@ -180,19 +182,23 @@ def captured() -> Iterator[Graph]:
     """Capture the kernels of the block instead of running them, as a CUDA graph.
 
     What CUDA graphs do not allow raises: a wait of the host, and a copy from memory of the host, which is freed before
-    the graph is replayed.
+    the graph is replayed. Memory of the graph is its own; each replay fills with NaN what was freed in the block.
     """
     graph = Graph()
     _capturing.append(graph)
+    core().set_capturing(True)
     try:
         yield graph
     finally:
+        graph.note_freed()
+        core().set_capturing(False)
         _capturing.pop()
 
 
 def launch(kernel: Callable[[], object], stream: int | None = None) -> None:
     """Queue a kernel, on the current stream by default; during a capture only note it."""
     if _capturing:
+        _capturing[-1].note_freed()
         _capturing[-1].kernels.append(kernel)
     elif stream is None:
         core().launch_here(kernel)
@@ -358,8 +364,6 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
         if y is result and isinstance(result, Tensor):
             y = core().empty_like(result)
             fresh.append((number, raw(y)))
-            if _capturing:
-                _capturing[-1].pool.append(y)
         made.append(y)
     if not is_empty and op is not aten.resize_.default:
         given, named = _mapped(_as_cpu, args), _mapped(_as_cpu, kwargs)

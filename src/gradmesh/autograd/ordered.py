@@ -51,16 +51,22 @@ _NO_LOSS = outside_modes(lambda: torch.zeros((), device="cpu", requires_grad=Tru
 
 
 class Order:
-    """The ordered ops of one `ordered()` block, on this rank."""
+    """The ordered ops of one `ordered()` block, on this rank.
 
-    def __init__(self) -> None:
+    Args:
+        opened_in: the backward pass that the block is opened in; None: the current one, if any.
+    """
+
+    def __init__(self, opened_in: int | None = None) -> None:
         self._root: Tensor | None = None
         self._token: Tensor | None = None
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
         self._begun: list[AsyncCollective] = []
-        self._opened_in = -1 if compiling() else backward_pass()
+        if opened_in is None:
+            opened_in = -1 if compiling() else backward_pass()
+        self._opened_in = opened_in
 
     @property
     def here(self) -> bool:
@@ -346,9 +352,8 @@ class Order:
             )
 
 
-_SECOND_PASS = Order()
+_SECOND_PASS = Order(opened_in=-2)
 """The order in which a checkpointed region of any block is computed again: it adds no ordered op."""
-_SECOND_PASS._opened_in = -2
 
 
 @contextlib.contextmanager
