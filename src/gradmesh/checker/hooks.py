@@ -195,6 +195,7 @@ def watched(
     """
     watcher = _Watcher(recorder, steps, enough, second_epoch)
     recorder.written_by_hand, recorder.renews = watcher.writes_itself, watcher.renews
+    recorder.writes_left_over = watcher.writes_left_over
     function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
     apply = function.__dict__["apply"]
     hooks = (
@@ -561,6 +562,11 @@ class _Watcher:
             if to.sends == self._sends:
                 mixed = to.mixing.mixed.items()
                 self._step.mixed = {self._step.params[at].name: what for at, what in mixed}
+        stepped = {id(p) for p in self._held}
+        left = [p for p in to.leaves() if id(p) in to.made and id(p) not in stepped and type(p) is torch.nn.Parameter]
+        to.left_over |= {address_of(p): (p, to.id_of(p)) for p in left}
+        for p in self._held:
+            to.left_over.pop(address_of(p), None)
         self._held = []
         to.forget()
         self._counted(id(optimizer))
@@ -631,6 +637,17 @@ class _Watcher:
         self._renewed = self._step, [weakref.ref(p) for p in held]
         to.forget()
         self._counted(0)
+
+    def writes_left_over(self, x: Tensor) -> None:
+        """The program writes to a parameter that an optimizer's step has left, as its gradients tell it."""
+        p, number = self._to.left_over.pop(address_of(x))
+        step = self._tape.events[-1] if self._tape.events else None
+        if not (isinstance(step, Step) and step.left_over):
+            step = Step([], {}, self._to.site(), manual=True, left_over=True)
+            self._tape.events.append(step)
+        with self._to.unseen():
+            names = self._to.modules.names()
+            step.params += parameters_of([p], names, lambda _: number, self._asked, self._to.change_of)
 
     def _settle_renewed(self) -> None:
         """Parameters that outlive new ones which the program has made are a model's, and the new ones a trial."""

@@ -108,6 +108,8 @@ class Numbering:
         """Whether the recorder itself is at work."""
         self.roots = 0
         """Backwards since the last step."""
+        self.left_over: dict[int, tuple[Tensor, int | None]] = {}
+        """By address the parameters, with their numbers, whose gradients an optimizer's step has left to the program."""
         self.has_optimizer = False
         """Whether the program has made an optimizer."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
@@ -178,6 +180,7 @@ class Numbering:
             self.changes.forget()
             self.made = {}
         self.roots += 1
+        self.left_over = {}
 
     def updates(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
         """An operator may have made the next value of a parameter, from the parameter or from what is made of it."""
@@ -635,6 +638,8 @@ class Recorder(Numbering, DispatchMode):
         """The lines that wrote to memory that no gradient passes through, since the last step."""
         self.written_by_hand: Callable[[Tensor, bool | None], bool] = lambda *_: False
         """Is called when the program is about to write to a tensor itself: `_Watcher.writes_itself`."""
+        self.writes_left_over: Callable[[Tensor], None] = lambda _: None
+        """Is called when it writes to such a parameter along what is made of gradients: `_Watcher.writes_left_over`."""
         self.renews: Callable[[Tensor, Tensor, int], None] = lambda *_: None
         """Is called when the program goes on with other parameters: `_Watcher.renews`."""
         self._cut: Any = WeakTensors()
@@ -771,9 +776,10 @@ class Recorder(Numbering, DispatchMode):
         draws = _draws(func, args, kwargs)
         drawn = draws or bool(self._random and any(x in self._random for x in tensors_in((args, kwargs))))
         still = self._still_in(tensors_in((args, kwargs))) if self.modules.still else frozenset[int]()
-        if self.roots and not self.backward and not self.stepping:
+        if (self.roots or self.left_over) and not self.backward and not self.stepping:
             result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
-            self.updates(func, list(tensors_in((args, kwargs))), result)
+            if self.roots:
+                self.updates(func, list(tensors_in((args, kwargs))), result)
         else:
             result = func(*args, **kwargs)
         given = tensors_in((args, kwargs)) if self._came and not self._trains() else ()
@@ -814,6 +820,9 @@ class Recorder(Numbering, DispatchMode):
 
     def writes(self, x: Tensor, operands: Sequence[Tensor]) -> bool:
         """The program is about to write to a tensor, maybe to a parameter: whether that is a step of its own."""
+        if address_of(x) in self.left_over and any(self.changes.of(y) is not None for y in operands):
+            self.writes_left_over(x)
+            return True
         known = self._at(x, memory_of(x))
         new = known is not None and known.leaf and bool(self.roots)
         if self.written_by_hand(x, self._is_of_gradient(x, operands) if new else None):
@@ -924,7 +933,7 @@ class Recorder(Numbering, DispatchMode):
         result = func(*args, **kwargs)
         if not pending.event.followed and not self.backward:
             outs = list(tensors_in(result)) if call.outs is None else call.outs
-            if self.roots:
+            if self.roots or self.left_over:
                 self.changes.arrives(outs)
             self._came.update(dict.fromkeys(outs, True))
         self.tape.events.append(pending.event)
@@ -965,6 +974,7 @@ class Recorder(Numbering, DispatchMode):
         event.reduce, event.root, event.tag, event.splits = call.reduce, call.root, call.tag, call.splits
         event.verb = call.verb
         event.shapes = [tuple(x.shape) for x in call.ins or call.outs or []]
+        event.gradients = [self.gradients.name_at(x) or "" for x in call.ins]
         event.rounded = any(x.dtype.itemsize <= 2 for x in call.ins)
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))

@@ -468,10 +468,20 @@ class Rank:
                 self.tensors[number] = value.clone()
                 continue
             value = value.reshape(there.shape).to(there.dtype)
-            if is_view(there) or self._is_shared(number, there):
+            same = self._same_part(number, there)
+            if same and call.kind == "recv":  # a buffer is used again, and autograd has saved what was in it
+                self.tensors.update(dict.fromkeys(same, value.clone()))
+            elif is_view(there) or self._is_shared(number, there):
                 there.copy_(value)
             else:  # what autograd has saved of it stays as it was
                 self.tensors[number] = value.clone()
+
+    def _same_part(self, number: int, x: Tensor) -> list[int]:
+        """The numbers of what is in a tensor's memory, where all of that is the same part of it; else none."""
+        store, part = x.untyped_storage().data_ptr(), (x.shape, x.stride(), x.storage_offset())
+        there = {at: y for at, y in self.tensors.items() if y.untyped_storage().data_ptr() == store}
+        same = all((y.shape, y.stride(), y.storage_offset()) == part for y in there.values())
+        return list(there) if same and number in there else []
 
     def _is_shared(self, number: int, x: Tensor) -> bool:
         store = x.untyped_storage().data_ptr()

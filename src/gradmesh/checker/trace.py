@@ -124,6 +124,7 @@ class Sent:
             sent.
         parameters: the names of parameters that a broadcast or a sum before the first backward takes, or writes.
         buffers: the names of buffers that a broadcast or a sum takes, or writes.
+        gradients: the names of the parameters whose gradients are handed in; "" for anything else.
     """
 
     kind: str
@@ -146,6 +147,7 @@ class Sent:
     verb: Verb | None = None
     parameters: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -410,6 +412,8 @@ class Step:
     """Whether layers that do something else in evaluation were in training in any call for gradients."""
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Parameters whose entries the step mixes without a collective, with the operator that does it and its line."""
+    left_over: bool = False
+    """Whether the program writes what an optimizer's step has left, along what is made of gradients."""
     transformed: int = -1
     """The line that last computed a derivative by a transform of torch.func, where no backward was run."""
 
@@ -544,6 +548,7 @@ def label_stepped(tape: Tape) -> None:
         elif isinstance(event, Sent):
             event.parameters = [called(name) for name in event.parameters]
             event.buffers = [called(name) for name in event.buffers]
+            event.gradients = [called(name) for name in event.gradients]
         elif isinstance(event, Root):
             event.held = {called(name): x for name, x in event.held.items()}
         elif isinstance(event, Step):

@@ -18,6 +18,7 @@ from gradmesh.checker.judging.context import (
     Context,
     cut_before_collectives,
     finding,
+    listed,
     with_history,
     with_text,
 )
@@ -57,7 +58,7 @@ from gradmesh.checker.judging.values import (
     unwaited,
 )
 from gradmesh.checker.replay import UnfaithfulError, run_again
-from gradmesh.checker.trace import Root, Tape, label_stepped
+from gradmesh.checker.trace import Root, Step, Tape, label_stepped
 
 _FOLLOWS = (
     "Connection closed by peer",
@@ -249,6 +250,7 @@ def judged(
         found += unwaited(there) or steps_apart(there)
     if len(there) == ranks and not found:
         every = segments(there)
+        notes += left_over(there, every)
         for number, segment in enumerate(every, 1):
             if not segment.whole:
                 continue
@@ -292,6 +294,20 @@ def judged(
     return Verdict(
         _once(found), tuple(dict.fromkeys(notes)), ranks, steps, {}, status, min(steps, len(followed))
     )
+
+
+def left_over(tapes: Sequence[Tape], every: Sequence[Segment]) -> list[str]:
+    """A note on parameters that a program steps by itself behind an optimizer's step, and that are not judged."""
+    judged = {id(step) for segment in every for steps in segment.steps for step in steps}
+    for tape in tapes:
+        steps = [e for e in tape.events if isinstance(e, Step) and e.left_over]
+        if steps and not any(id(step) in judged for step in steps):
+            names = list(dict.fromkeys(param.name for step in steps for param in step.params))
+            return [
+                f"{listed(names)} are written at {with_text(tape.places, steps[0].site)} along what is made of gradients "
+                "that may have come from other ranks: these gradients are not compared"
+            ]
+    return []
 
 
 def _step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,12 @@ class Segment:
 
 def segments(tapes: Sequence[Tape]) -> list[Segment]:
     """All of it that ends in a step on every rank."""
-    cut = [[(begin, part, _real(steps)) for begin, part, steps in _cut(tape)] for tape in tapes]
+    own = [_of_own_gradients(tape) for tape in tapes]
+    alone = {id(step) for each in own for step in each} if all(own) else set[int]()
+    cut = [
+        [(begin, part, [s for s in _real(steps) if not s.left_over or id(s) in alone]) for begin, part, steps in _cut(tape)]
+        for tape in tapes
+    ]
     found = []
     for at in range(min(len(each) for each in cut)):
         each = [rank[at] for rank in cut]
@@ -66,6 +72,34 @@ def segments(tapes: Sequence[Tape]) -> list[Segment]:
         lines[at] for at, (now, then) in enumerate(itertools.pairwise(found)) if _is_taken_back(now, then)
     ]
     return [each for each, own in zip(found, lines, strict=True) if own not in back]
+
+
+def _of_own_gradients(tape: Tape) -> list[Step]:
+    """The program's own steps behind the first one of an optimizer, where no gradient of another rank can be in them.
+
+    After the backward the ranks send no more than gradients of other parameters, in place, single numbers, and one
+    tensor for each parameter that is stepped so, from the rank that has computed its update.
+    """
+    found, sent, begun = list[Step](), list[Sent](), False
+    for event in tape.events:
+        if isinstance(event, Root):
+            if found:
+                break
+            begun = True
+        elif isinstance(event, Step) and event.left_over:
+            found.append(event)
+        elif isinstance(event, Sent) and begun and event.phase != "backward" and len(event.group) > 1:
+            sent.append(event)
+    names = {param.name for step in found for param in step.params}
+    updates = [tuple(param.value.shape) for step in found for param in step.params]
+    for event in sent:
+        if sum(math.prod(shape) for shape in event.shapes) <= 1:
+            continue
+        if event.kind == "broadcast" and event.shapes[0] in updates:
+            updates.remove(event.shapes[0])
+        elif not event.gradients or not all(event.gradients) or not names.isdisjoint(event.gradients):
+            return []
+    return found
 
 
 def _is_taken_back(now: Segment, following: Segment) -> bool:

@@ -608,7 +608,9 @@ def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
     names = [[p.name for e in tape.events if isinstance(e, Step) for p in e.params] for tape in tapes]
     if len({tuple(sorted(set(each))) for each in names}) > 1:
         return []  # other programs
-    kinds = [[e for e in tape.events if isinstance(e, (Root, Step))] for tape in tapes]
+    kinds = [
+        [e for e in tape.events if isinstance(e, Root) or (isinstance(e, Step) and not e.left_over)] for tape in tapes
+    ]
     for at in range(min(map(len, kinds))):
         these = [each[at] for each in kinds]
         steps = [rank for rank, event in enumerate(these) if isinstance(event, Step)]
@@ -826,7 +828,7 @@ def unused_plateaus(tapes: Sequence[Tape]) -> list[str]:
 
 
 def _steps(tape: Tape) -> list[Step]:
-    return [event for event in tape.events if isinstance(event, Step)]
+    return [event for event in tape.events if isinstance(event, Step) and not event.left_over]
 
 
 def _copies(steps: Sequence[Step]) -> Iterator[list[tuple[int, Param]]]:
