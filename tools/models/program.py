@@ -126,7 +126,9 @@ class _Fault:
 
     def begins(self, step: int) -> None:
         """A backward begins."""
-        if step == 1 and self.count:
+        if step == 1:
+            if not self.count:
+                raise ValueError("no collective of the backward was seen: there is nothing to make wrong")
             self.chosen = random.Random(self._seed).randrange(self.count)
         self.inside, self.count = True, 0
 
