@@ -62,7 +62,12 @@ REFUSED: dict[str, set[str]] = {
     "torch._C._len_torch_dispatch_stack": NOT_COMPILED,
     "torch._C._len_torch_function_stack": THREADS,
     "torch._C._current_graph_task_id": THREADS - RAW | {"profile", "vmap in ordered"},
-    "torch._C._autograd._top_saved_tensors_default_hooks": {"async calls", "by hand", "ordered"},
+    "torch._C._autograd._top_saved_tensors_default_hooks": {
+        "async calls",
+        "by hand",
+        "ordered",
+        "vmap in ordered",
+    },
     "torch._C._autograd._get_sequence_nr": {"by hand", "ordered"},
     "torch._C._current_autograd_node": {"by hand", "no_sync", "ordered"},
     "torch._C._will_engine_execute_node": {"no_sync"},
