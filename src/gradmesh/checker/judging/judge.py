@@ -288,7 +288,9 @@ def judged(
             notes.append("no step of an optimizer was seen: nothing is said of gradients")
     steps = min((tape.steps for tape in there), default=0)
     if steps and len(there) == ranks and not (followed or found or notes):
-        notes.append("no step was seen along the gradients of a backward: they are not compared with the true ones")
+        notes.append(
+            "no step was seen along the gradients of a backward: they are not compared with the true ones"
+        )
     failed = stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
     status: Status = "stopped" if failed else "complete"
     return Verdict(

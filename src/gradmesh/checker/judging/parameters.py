@@ -60,7 +60,10 @@ def segments(tapes: Sequence[Tape]) -> list[Segment]:
     own = [_of_own_gradients(tape) for tape in tapes]
     alone = {id(step) for each in own for step in each} if all(own) else set[int]()
     cut = [
-        [(begin, part, [s for s in _real(steps) if not s.left_over or id(s) in alone]) for begin, part, steps in _cut(tape)]
+        [
+            (begin, part, [s for s in _real(steps) if not s.left_over or id(s) in alone])
+            for begin, part, steps in _cut(tape)
+        ]
         for tape in tapes
     ]
     found = []
