@@ -126,8 +126,8 @@ def reports(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `tests/lacking.py` finds without each of the names that are asked for."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = [test for test in tests if "reports" in test.fixturenames]
-    tried = {test.callspec.params["name"] for test in asked if test.originalname == _FEATURES}
-    imported = {test.callspec.params["name"] for test in asked} - tried
+    tried = {str(test.callspec.params["name"]) for test in asked if test.originalname == _FEATURES}
+    imported = {str(test.callspec.params["name"]) for test in asked} - tried
     done = subprocess.run(
         [
             sys.executable,

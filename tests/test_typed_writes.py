@@ -417,6 +417,27 @@ def right_lerp() -> None:
 
 
 @program()
+def right_lerp_weight0() -> None:
+    y = partial(4)
+    y.lerp_(same(4), 0.0)
+    summed(y)
+
+
+@program()
+def right_lerp_weight1() -> None:
+    y = partial(4)
+    y.lerp_(same(4), 1.0)
+    y.square()
+
+
+@program("counts-many-times")
+def wrong_lerp_weight_between() -> None:
+    y = partial(4)
+    y.lerp_(same(4), 0.3)
+    summed(y)
+
+
+@program()
 def right_add_alpha0() -> None:
     y = partial(4)
     y.add_(same(4), alpha=0)

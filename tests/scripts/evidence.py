@@ -63,6 +63,7 @@ UNLIKE_TWIN = {
     "decay_by_rank_fsdp2",
     "weights_summed_and_assigned",
     "functional_weights_not_summed",
+    "owners_compute_of_their_own",
 }
 """Scripts whose parameters and gradients show nothing by themselves, but end elsewhere than their twin's."""
 

@@ -51,22 +51,16 @@ _NO_LOSS = outside_modes(lambda: torch.zeros((), device="cpu", requires_grad=Tru
 
 
 class Order:
-    """The ordered ops of one `ordered()` block, on this rank.
+    """The ordered ops of one `ordered()` block, on this rank."""
 
-    Args:
-        opened_in: the backward pass that the block is opened in; None: the current one, if any.
-    """
-
-    def __init__(self, opened_in: int | None = None) -> None:
+    def __init__(self) -> None:
         self._root: Tensor | None = None
         self._token: Tensor | None = None
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
         self._begun: list[AsyncCollective] = []
-        if opened_in is None:
-            opened_in = -1 if compiling() else backward_pass()
-        self._opened_in = opened_in
+        self._opened_in = -1 if compiling() else backward_pass()
 
     @property
     def here(self) -> bool:
@@ -180,7 +174,7 @@ class Order:
         with torch.enable_grad():
             tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device="cpu")
             if not self.here:
-                if self is _SECOND_PASS:
+                if self._opened_in == _NEVER:
                     apply_ordered(tie, nothing, _SPARE_TOKEN)
                 return
             recompute_in(_second_pass)
@@ -352,14 +346,15 @@ class Order:
             )
 
 
-_SECOND_PASS = Order(opened_in=-2)
-"""The order in which a checkpointed region of any block is computed again: it adds no ordered op."""
+_NEVER = -2
+"""In place of a backward pass: of the order in which a checkpointed region of any block is computed again."""
 
 
 @contextlib.contextmanager
 def _second_pass() -> Iterator[None]:
     here = rank_state().of_thread
-    around, here.chain = here.chain, _SECOND_PASS
+    around, here.chain = here.chain, Order()
+    here.chain._opened_in = _NEVER
     try:
         yield
     finally:

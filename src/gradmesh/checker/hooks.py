@@ -563,7 +563,11 @@ class _Watcher:
                 mixed = to.mixing.mixed.items()
                 self._step.mixed = {self._step.params[at].name: what for at, what in mixed}
         stepped = {id(p) for p in self._held}
-        left = [p for p in to.leaves() if id(p) in to.made and id(p) not in stepped and type(p) is torch.nn.Parameter]
+        left = [
+            p
+            for p in to.leaves()
+            if id(p) in to.made and id(p) not in stepped and type(p) is torch.nn.Parameter
+        ]
         to.left_over |= {address_of(p): (p, to.id_of(p)) for p in left}
         for p in self._held:
             to.left_over.pop(address_of(p), None)
@@ -632,7 +636,10 @@ class _Watcher:
         if self._step is None:
             return
         with to.unseen(), torch.no_grad():
-            self._step.site, self._step.by_gradients = site, gradient is not None and is_multiple(x - old, gradient)
+            self._step.site, self._step.by_gradients = (
+                site,
+                gradient is not None and is_multiple(x - old, gradient),
+            )
         self._settle_renewed()
         self._renewed = self._step, [weakref.ref(p) for p in held]
         to.forget()

@@ -109,7 +109,7 @@ class Numbering:
         self.roots = 0
         """Backwards since the last step."""
         self.left_over: dict[int, tuple[Tensor, int | None]] = {}
-        """By address the parameters, with their numbers, whose gradients an optimizer's step has left to the program."""
+        """By address the parameters, with their numbers, whose gradients an optimizer's step left to the program."""
         self.has_optimizer = False
         """Whether the program has made an optimizer."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
@@ -361,10 +361,10 @@ class Numbering:
             known is not None and known.leaf and known.size != x.numel()
         ):  # FSDP gathers a parameter that it cut
             return self._leaf(x, self.modules.name_of(x))
-        if known is not None and not (known.leaf or self.calls) and x.requires_grad and x.is_leaf:
-            # It was data before, such as a frozen parameter; what a program with an optimizer cuts is none.
-            if isinstance(x, torch.nn.Parameter) or not self.has_optimizer:
-                return self._leaf(x, self.modules.name_of(x))
+        was_data = known is not None and not (known.leaf or self.calls) and x.requires_grad and x.is_leaf
+        if was_data and (isinstance(x, torch.nn.Parameter) or not self.has_optimizer):
+            # Such as a frozen parameter; what a program with an optimizer cuts is none.
+            return self._leaf(x, self.modules.name_of(x))
         if known is not None and not known.spoilt and (known.active or known.version == version_of(x)):
             return int(known.id)
         if known is not None and known.spoilt:

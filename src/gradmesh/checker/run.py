@@ -128,17 +128,21 @@ def check_script(
     apart = {each.rule.id for each in verdict.errors}
     if apart == {"GM101"} or (apart == {"GM201"} and not verdict.followed and verdict.steps):
         # Ranks may take steps of their own for a while, and bring their values together then.
-        together, more = brought_together(seen)
+        together, equal, more = brought_together(seen)
         if not together and (apart == {"GM201"} or sends_nothing(seen, at_last=True)):
             longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
             verdict.seconds["checked"] += longer.seconds
             seen = longer.tapes
-            together, more = brought_together(seen)
+            together, equal, more = brought_together(seen)
         if together:
             at = averages_values(seen) if sends_nothing(found.tapes) else None
             note = (
                 f"each rank steps along its own gradient, and {'later' if at is None else f'at {at}'} the ranks bring "
                 "together what they have: these are taken for local steps, whose gradients are not compared"
+            ) + (
+                ""
+                if equal
+                else "; parameters stay different on the ranks, and it is unknown whether that is intended"
             )
             findings = tuple(each for each in verdict.findings if each.rule.id not in apart)
             verdict = replace(verdict, findings=(*findings, *more), notes=(*verdict.notes, note))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from gradmesh._torch import is_fake, transforms_active
@@ -92,7 +93,7 @@ class Parallel(nn.Module):
     def axis(self) -> Axis:
         """The axis, checked to have as many ranks as at construction."""
         axis = resolve(self.over, f"nn.{type(self).__name__}")
-        if "parametrizations" in self._modules:
+        if parametrize.is_parametrized(self):
             self._check_adapters(axis)
         for name, cut in self.cuts.items():
             if len(cut.sizes) != axis.size:
@@ -111,7 +112,7 @@ class Parallel(nn.Module):
 
     def _check_adapters(self, axis: Axis) -> None:
         """Refuse what peft adds to a sharded parameter for `target_parameters`: its factors would not be sharded."""
-        for name, parametrization in self._modules["parametrizations"].named_children():  # type: ignore[union-attr]
+        for name, parametrization in self.get_submodule("parametrizations").named_children():
             if any(type(each).__name__.startswith("_Lora") for each in parametrization.children()):
                 raise ArgumentError(
                     message(

@@ -23,7 +23,9 @@ def main() -> None:
             if g.dim() == 1:  # <- here
                 dist.all_reduce(g)
         updates = zip(weights.items(), gradients, strict=True)
-        weights = {name: (w - 0.1 * g / world).detach().requires_grad_() for (name, w), g in updates}  # <- here
+        weights = {
+            name: (w - 0.1 * g / world).detach().requires_grad_() for (name, w), g in updates
+        }  # <- here
     dist.destroy_process_group()
 
 

@@ -288,7 +288,9 @@ def judged(
             notes.append("no step of an optimizer was seen: nothing is said of gradients")
     steps = min((tape.steps for tape in there), default=0)
     if steps and len(there) == ranks and not (followed or found or notes):
-        notes.append("no step was seen along the gradients of a backward: they are not compared with the true ones")
+        notes.append(
+            "no step was seen along the gradients of a backward: they are not compared with the true ones"
+        )
     failed = stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
     status: Status = "stopped" if failed else "complete"
     return Verdict(
@@ -304,8 +306,8 @@ def left_over(tapes: Sequence[Tape], every: Sequence[Segment]) -> list[str]:
         if steps and not any(id(step) in judged for step in steps):
             names = list(dict.fromkeys(param.name for step in steps for param in step.params))
             return [
-                f"{listed(names)} are written at {with_text(tape.places, steps[0].site)} along what is made of gradients "
-                "that may have come from other ranks: these gradients are not compared"
+                f"{listed(names)} are written at {with_text(tape.places, steps[0].site)} along what is made of "
+                "gradients that may have come from other ranks: these gradients are not compared"
             ]
     return []
 

@@ -60,7 +60,10 @@ def segments(tapes: Sequence[Tape]) -> list[Segment]:
     own = [_of_own_gradients(tape) for tape in tapes]
     alone = {id(step) for each in own for step in each} if all(own) else set[int]()
     cut = [
-        [(begin, part, [s for s in _real(steps) if not s.left_over or id(s) in alone]) for begin, part, steps in _cut(tape)]
+        [
+            (begin, part, [s for s in _real(steps) if not s.left_over or id(s) in alone])
+            for begin, part, steps in _cut(tape)
+        ]
         for tape in tapes
     ]
     found = []
@@ -80,15 +83,15 @@ def _of_own_gradients(tape: Tape) -> list[Step]:
     After the backward the ranks send no more than gradients of other parameters, in place, single numbers, and one
     tensor for each parameter that is stepped so, from the rank that has computed its update.
     """
-    found, sent, begun = list[Step](), list[Sent](), False
+    found, sent, in_step = list[Step](), list[Sent](), False
     for event in tape.events:
         if isinstance(event, Root):
             if found:
                 break
-            begun = True
+            in_step = True
         elif isinstance(event, Step) and event.left_over:
             found.append(event)
-        elif isinstance(event, Sent) and begun and event.phase != "backward" and len(event.group) > 1:
+        elif isinstance(event, Sent) and in_step and event.phase != "backward" and len(event.group) > 1:
             sent.append(event)
     names = {param.name for step in found for param in step.params}
     updates = [tuple(param.value.shape) for step in found for param in step.params]

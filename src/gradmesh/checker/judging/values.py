@@ -355,7 +355,9 @@ def parted_unseen(tapes: Sequence[Tape]) -> tuple[list[Finding], list[str]]:
     first = rows[0][0][0]
     made = with_text(tapes[0].places, first.transformed)
     why = f"come from torch.func, at {made}," if made else "are not those of a backward"
-    notes = [f"the gradients at {with_text(tapes[0].places, first.site)} {why} and are not compared with the true ones"]
+    notes = [
+        f"the gradients at {with_text(tapes[0].places, first.site)} {why} and are not compared with the true ones"
+    ]
     every = range(len(tapes))
     for row in rows:
         held = [{p.name: p for p in step.params if not p.whole and step.optimizer >= 0} for step, _ in row]
@@ -609,7 +611,8 @@ def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
     if len({tuple(sorted(set(each))) for each in names}) > 1:
         return []  # other programs
     kinds = [
-        [e for e in tape.events if isinstance(e, Root) or (isinstance(e, Step) and not e.left_over)] for tape in tapes
+        [e for e in tape.events if isinstance(e, Root) or (isinstance(e, Step) and not e.left_over)]
+        for tape in tapes
     ]
     for at in range(min(map(len, kinds))):
         these = [each[at] for each in kinds]
@@ -1066,9 +1069,9 @@ def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
     return []
 
 
-def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]:
-    """Whether ranks bring parameters nearer to one another after steps of their own, and what is wrong with how."""
-    some, there = False, [tape for tape in tapes if tape is not None]
+def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, bool, list[Finding]]:
+    """Whether ranks bring parameters nearer to one another after their own steps, make them one, and make it wrong."""
+    some, equal, there = False, False, [tape for tape in tapes if tape is not None]
     rows = list(zip(*map(_steps, there), strict=False))
     every = ((now, rows[at:]) for at, now in enumerate(rows, 1))
     pairs = ((now, [row for row in others if row[0].optimizer == now[0].optimizer]) for now, others in every)
@@ -1081,6 +1084,7 @@ def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]
         names = [name for name in names if len({each[name].shape for each in (*after, *later)}) == 1]
         apart = [name for name in names if not all(near(each[name], after[0][name], 1e-5) for each in after)]
         one = [name for name in apart if all(near(each[name], later[0][name], 1e-6) for each in later)]
+        equal = equal or bool(one)
         totals = {name: torch.stack([each[name] for each in after]).sum(0) for name in one}
         some = some or any(
             _spread([x[name] for x in later]) < 0.99 * _spread([x[name] for x in after]) for name in apart
@@ -1092,14 +1096,14 @@ def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, list[Finding]]
                     f"after steps of their own the ranks go on with the sum of what they have of {name}, which is not "
                     f"divided by {len(there)}: {held_on(name, list(enumerate(each[name] for each in after)))}"
                 )
-                return True, [finding("GM209", said, place, None, ranks, name)]
+                return True, True, [finding("GM209", said, place, None, ranks, name)]
         if some and one and (left := [name for name in apart if name not in one]):
             said = (
                 f"after steps of their own the ranks average {listed(one)}, and not {listed(left)}, which differ "
                 "between the ranks"
             )
-            return True, [finding("GM209", said, place, None, ranks, left[0])]
-    return some, []
+            return True, True, [finding("GM209", said, place, None, ranks, left[0])]
+    return some, equal, []
 
 
 def _spread(values: Sequence[Tensor]) -> float:
