@@ -661,7 +661,7 @@ class _Watcher:
             step.params += parameters_of([p], names, lambda _: number, self._asked, self._to.change_of)
 
     def _settle_renewed(self) -> None:
-        """Parameters that are kept after the program has made new ones are those of a model, and the new ones a trial."""
+        """Parameters that are all kept behind the new ones are those of a model, and the new ones a trial."""
         step, held = self._renewed or (None, [])
         for param in step.params if step is not None and all(p() is not None for p in held) else ():
             param.copied = True

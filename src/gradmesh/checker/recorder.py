@@ -109,7 +109,7 @@ class Numbering:
         self.roots = 0
         """Backwards since the last step."""
         self.left_over: dict[int, tuple[Tensor, int | None]] = {}
-        """By address the parameters, with their numbers, whose gradients an optimizer's step has left to the program."""
+        """By address the parameters, with their numbers, that have gradients and that an optimizer has not stepped."""
         self.has_optimizer = False
         """Whether the program has made an optimizer."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
@@ -359,10 +359,10 @@ class Numbering:
             known is not None and known.leaf and known.size != x.numel()
         ):  # FSDP gathers a parameter that it cut
             return self._leaf(x, self.modules.name_of(x))
-        if known is not None and not (known.leaf or self.calls) and x.requires_grad and x.is_leaf:
-            # It was data before, such as a frozen parameter; what a program with an optimizer cuts is none.
-            if isinstance(x, torch.nn.Parameter) or not self.has_optimizer:
-                return self._leaf(x, self.modules.name_of(x))
+        # What was data before may be a parameter, such as one that was frozen; beside an optimizer it is what was cut.
+        trains = isinstance(x, torch.nn.Parameter) or not self.has_optimizer
+        if known is not None and not (known.leaf or self.calls) and trains and x.requires_grad and x.is_leaf:
+            return self._leaf(x, self.modules.name_of(x))
         if known is not None and not known.spoilt and (known.active or known.version == version_of(x)):
             return int(known.id)
         if known is not None and known.spoilt:

@@ -1,4 +1,4 @@
-# about: each matrix is stepped along the sign of its averaged gradient by one rank, which sends the update to the others
+# about: one rank for each matrix computes its update of the averaged gradient, and sends it to the others
 # ranks: 2
 # expect: none
 import torch

@@ -306,8 +306,8 @@ def left_over(tapes: Sequence[Tape], every: Sequence[Segment]) -> list[str]:
         if steps and not any(id(step) in judged for step in steps):
             names = list(dict.fromkeys(param.name for step in steps for param in step.params))
             return [
-                f"{listed(names)} are written at {with_text(tape.places, steps[0].site)} along what is made of gradients "
-                "that may have come from other ranks: these gradients are not compared"
+                f"{listed(names)} are written at {with_text(tape.places, steps[0].site)} along what is made of "
+                "gradients that may have come from other ranks: these gradients are not compared"
             ]
     return []
 

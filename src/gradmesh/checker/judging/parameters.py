@@ -83,15 +83,17 @@ def _of_own_gradients(tape: Tape) -> list[Step]:
     After the backward the ranks send no more than gradients of other parameters, in place, single numbers, and one
     tensor for each parameter that is stepped so, from the rank that has computed its update.
     """
-    found, sent, begun = list[Step](), list[Sent](), False
+    found, sent, after_backward = list[Step](), list[Sent](), False
     for event in tape.events:
         if isinstance(event, Root):
             if found:
                 break
-            begun = True
+            after_backward = True
         elif isinstance(event, Step) and event.left_over:
             found.append(event)
-        elif isinstance(event, Sent) and begun and event.phase != "backward" and len(event.group) > 1:
+        elif (
+            isinstance(event, Sent) and after_backward and event.phase != "backward" and len(event.group) > 1
+        ):
             sent.append(event)
     names = {param.name for step in found for param in step.params}
     updates = [tuple(param.value.shape) for step in found for param in step.params]
