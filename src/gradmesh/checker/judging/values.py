@@ -1070,7 +1070,7 @@ def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
 
 
 def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, bool, list[Finding]]:
-    """Whether ranks bring parameters nearer to one another after steps of their own, or make them one; what is wrong."""
+    """Whether ranks bring parameters nearer to one another after steps of their own, or make them one."""
     some, equal, there = False, False, [tape for tape in tapes if tape is not None]
     rows = list(zip(*map(_steps, there), strict=False))
     every = ((now, rows[at:]) for at, now in enumerate(rows, 1))
