@@ -29,7 +29,7 @@ DATA = ROOT / "docs/reports/models.json"
 PAGE = ROOT / "docs/models.md"
 
 
-def main(options: Sequence[str] | None = None, into: Path | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
     """Measure, and write the page."""
     parser = parser_of(__doc__, "python -m tools.models")
     parser.add_argument("--releases", nargs="+", default=RELEASES, metavar="RELEASE")
@@ -38,7 +38,7 @@ def main(options: Sequence[str] | None = None, into: Path | None = None) -> int:
     parser.add_argument("--inject", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--page", action="store_true")
-    given = parser.parse_args(options)
+    given = parser.parse_args(arguments)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"torch": TORCH, "rows": []}
     checkpoints = given.environments / "checkpoints"
     status = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.models.program import FAMILIES, PLANS
-from tools.pages import mark, table
+from tools.pages import END, mark, table
 
 _SIGNS = {"right": "right", "wrong": "**wrong**", "unchecked": "not checked", "refused": "refused"}
 
@@ -46,7 +46,7 @@ def page(data: dict[str, Any]) -> str:
         "The findings with their lines and all times are in [models.json](reports/models.json). Repeat it with "
         "`python -m tools.models`, one release with `--releases 5.23.0`, some cells with `--only olmoe ep`."
     )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, END]) + "\n"
 
 
 def _cell(row: dict[str, Any] | None) -> str:
