@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TORCH = "2.13.0"
+TORCH = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 

@@ -25,7 +25,7 @@ def page(data: dict[str, Any]) -> str:
         "A cell is *right* where the gradients of both steps were compared with the true ones and no error was found, "
         "and *wrong* with the rule of the first error. Where a wrong cell is *confirmed*, its gradients also differ "
         "from those of the same model in one process; *refused* is what raises under transformers itself. The time is "
-        "that of the whole check, in seconds.",
+        "that of the whole check, in seconds. An empty cell was not measured, or the model has no experts.",
     ]
     for release in reversed(releases):
         own = {(row["family"], row["plan"]): row for row in rows if row["release"] == release}
@@ -82,7 +82,7 @@ def _details(rows: Sequence[dict[str, Any]]) -> list[str]:
                 text += f". Beside one process: the norm of {parity['name']} is {other:.4g} for {one:.4g}"
             said.setdefault(text, []).append(name)
         elif row["verdict"] == "refused":
-            said.setdefault(f"refused: `{row['error']}`", []).append(name)
+            said.setdefault(f"refused: `` {row['error']} ``", []).append(name)
         elif row["verdict"] == "unchecked":
             why = row["error"] or next(iter(row["notes"]), "no note says why")
             said.setdefault(f"not checked: {why}", []).append(name)

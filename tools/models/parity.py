@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +47,9 @@ def parity(environment: Environment, model: Path, plan: str, ranks: int, into: P
     for file in files:
         file.unlink(missing_ok=True)
     arguments = [PROGRAM, "gradients", str(model), plan]
-    whole = environment.start(*arguments, str(files[0]))
-    _, error = whole.communicate(timeout=_LIMIT)
     port = str(free_port())
-    started = [
+    started = [environment.start(*arguments, str(files[0]))]
+    started += [
         environment.start(
             *arguments,
             str(file),
@@ -63,11 +63,13 @@ def parity(environment: Environment, model: Path, plan: str, ranks: int, into: P
     ]
     try:
         said = [each.communicate(timeout=_LIMIT)[1] for each in started]
+    except subprocess.TimeoutExpired:
+        return Parity(None, error=f"not over after {_LIMIT:g} seconds")
     finally:
         for each in started:
             each.kill()
     if not all(file.exists() for file in files):
-        last = next((text for text in [error, *said] if text.strip()), "no gradients were written")
+        last = next((text for text in said if text.strip()), "no gradients were written")
         return Parity(None, error=last.strip().splitlines()[-1])
     true, *others = [torch.load(file) for file in files]
     return max((difference(true, other) for other in others), key=lambda each: each.far or 0.0)

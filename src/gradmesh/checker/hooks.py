@@ -636,10 +636,8 @@ class _Watcher:
         if self._step is None:
             return
         with to.unseen(), torch.no_grad():
-            self._step.site, self._step.by_gradients = (
-                site,
-                gradient is not None and is_multiple(x - old, gradient),
-            )
+            self._step.site = site
+            self._step.by_gradients = gradient is not None and is_multiple(x - old, gradient)
         self._settle_renewed()
         self._renewed = self._step, [weakref.ref(p) for p in held]
         to.forget()

@@ -225,7 +225,7 @@ class _Call:
         for place, value in self.given.items():
             if place not in kinds and isinstance(value, int | float | complex) and rule is not None:
                 kinds[place] = [S if value else ZERO]
-        if self.plan.name.endswith("lerp") or self.plan.name.endswith("lerp_"):  # one end alone is the result
+        if self.plan.name.endswith(("lerp", "lerp_")):  # one end alone is the result
             if kinds.get(2) == [ZERO]:
                 kinds[1] = [ZERO]
             elif isinstance(weight := self.given.get(2), int | float) and weight == 1:
