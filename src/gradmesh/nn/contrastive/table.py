@@ -123,10 +123,6 @@ def _itself(number: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def _to_others(a: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> tuple[Tensor, Tensors]:
     s = a @ b.T
-    if (
-        s.dtype is torch.float16
-    ):  # where a sample's product with itself may be inf, to which -inf cannot be added
-        return torch.where(number[:, None] == numbers, -torch.inf, s), ()
     at, here = _itself(number, numbers)
     added = torch.where(here, -torch.inf, 0).to(s.dtype)
     # A checkpoint that a compiler traces refuses changes in place.
