@@ -255,3 +255,67 @@ def test_a_step_after_a_displacement_is_judged_by_its_gradients(tmp_path: Path) 
     right = checked(tmp_path, step=DISPLACED.format(again=summed))
     assert not right.findings, right.findings[0].message
     assert "GM101" in rules(checked(tmp_path, step=DISPLACED.format(again="pass")))
+
+
+OWNERS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+class Owners(torch.optim.Optimizer):  # one rank for each parameter computes its update, and sends it to the others
+    def __init__(self, params):
+        super().__init__(params, {{}})
+
+    @torch.no_grad()
+    def step(self):
+        params = self.param_groups[0]["params"]
+        flat = torch.cat([p.grad.reshape(-1) for p in params])
+        {whole}
+        parts = flat.split([p.numel() for p in params])
+        for at, (p, part) in enumerate(zip(params, parts)):
+            grad = p.grad
+            {one}
+            update = torch.empty_like(p)
+            if at % world == rank:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(grad)
+                update.copy_(momentum / momentum.norm())
+            dist.broadcast(update, src=at % world)
+            p.sub_(0.02 * update)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = Owners(model.parameters())
+torch.manual_seed(1 + rank)
+for _ in range(2):
+    optimizer.zero_grad()
+    (model(torch.randn(6, 5)) - torch.randn(6, 3)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def owners(folder: Path, whole: str, one: str) -> Verdict:
+    script = folder / "train.py"
+    script.write_text(OWNERS.format(whole=whole, one=one))
+    return check_script(Target(str(script)), ranks=2, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("whole", "one"),
+    [
+        ("pass", "dist.all_reduce(grad)"),
+        ("pass", "dist.reduce(grad, dst=at % world)"),
+        ("dist.all_reduce(flat)", "grad = part.view_as(p)"),
+        ("dist.all_reduce(flat)", "grad.copy_(part.view_as(p))"),
+    ],
+)
+def test_an_optimizer_that_sums_gradients_in_its_step_is_a_note(whole: str, one: str, tmp_path: Path) -> None:
+    verdict = owners(tmp_path, whole, one)
+    assert not verdict.findings, verdict
+    assert any("a sum over ranks in the optimizer's step" in note for note in verdict.notes)
+
+
+def test_an_optimizer_that_sums_nothing_in_its_step_is_named(tmp_path: Path) -> None:
+    assert "GM101" in rules(owners(tmp_path, "pass", "pass"))

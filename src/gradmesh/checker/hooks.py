@@ -35,7 +35,9 @@ from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.checker.observed import Samplers
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
+    SUMMED_IN_STEP,
     Called,
+    Changed,
     Hooked,
     Lost,
     Modules,
@@ -544,7 +546,7 @@ class _Watcher:
                 param.settings = settings
         with self._to.unseen():
             self._to.mixing.begins(self._held, optimizer.state)
-        self._sends = self._to.sends
+        self._sends, self._to.summed_in_step = self._to.sends, -1
         self._to.stepping = True
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
@@ -559,6 +561,9 @@ class _Watcher:
         if self._step is not None:
             with to.unseen():
                 values_after(self._step.params, self._held)
+            if to.summed_in_step >= 0 and not type(optimizer).__module__.startswith("torch."):
+                for param in self._step.params:
+                    param.changed = Changed(SUMMED_IN_STEP, to.summed_in_step)
             if to.sends == self._sends:
                 mixed = to.mixing.mixed.items()
                 self._step.mixed = {self._step.params[at].name: what for at, what in mixed}

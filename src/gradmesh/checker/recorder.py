@@ -629,6 +629,8 @@ class Recorder(Numbering, DispatchMode):
         self.backward = 0
         """Depth of backwards that build no graph."""
         self.stepping = False
+        self.summed_in_step = -1
+        """The last line inside the current step of an optimizer that sums a tensor over ranks; -1: none does."""
         self.writing: Writing | None = None
         """The backward of a hand-written Function, or the hook, that is running."""
         self.received: tuple[Called, set[int]] | None = None
@@ -984,6 +986,8 @@ class Recorder(Numbering, DispatchMode):
             place = self.tape.places[site] if site >= 0 else None
             kind = f"gm.{call.kind}" if call.verb else call.kind
             self._log.write(f"{kind}\t{call.name}\t{call.ranks}\t{event.shapes}\t{call.root}\t{place}\n")
+        if self.stepping and call.reduce and any(x.numel() > 1 for x in call.ins):
+            self.summed_in_step = site
         self._see_overwriting(call, site)
         if self._handed is not None and call.kind in ("broadcast", "all_reduce"):
             self._handed.append((event, [x for x in call.ins or call.outs or () if x.is_leaf]))

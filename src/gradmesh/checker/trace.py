@@ -264,6 +264,10 @@ class Term:
     group: tuple[int, ...]
 
 
+SUMMED_IN_STEP = "a sum over ranks in the optimizer's step"
+"""What an optimizer of the program does, to gradients or to what is made of them, where other code cannot see it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Changed:
     """What a program did to a gradient before the step, other than to multiply it or to add gradients up.

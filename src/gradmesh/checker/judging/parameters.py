@@ -14,6 +14,7 @@ from torch import Tensor
 from gradmesh.checker.replay import Again, Rank
 from gradmesh.checker.trace import (
     MOVES,
+    SUMMED_IN_STEP,
     Alias,
     Changed,
     Event,
@@ -620,6 +621,8 @@ def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         return got
     # The program has made something else of it: what it made that of is what is judged, where that is known.
     there = [part.param.changed for part in group if part.steps]
+    if any(each is not None and each.what == SUMMED_IN_STEP for each in there):
+        return replace(got, kind="changed")
     before = [each.before if each is not None else None for each in there]
     if got.kind != "apart" and any(each is not None and each.what == "taken away" for each in there):
         return replace(got, kind="unused" if got.kind == "right" else "changed")
