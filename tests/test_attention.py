@@ -206,7 +206,7 @@ def compiled_on_rank(by: str, backend: str) -> float:
 
 @pytest.mark.slow
 @BY
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_program_is_the_same(by: str, backend: str, processes: Ranks) -> None:
     assert max(processes(2)(compiled_on_rank, by, backend)) < 1e-12
 
@@ -500,6 +500,7 @@ def test_a_rank_keeps_its_part_alone_for_backward(causal: bool, threads: Ranks) 
     assert all(size * kept == each[1] for size, kept in each.items())
 
 
+@pytest.mark.timed
 def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both halves take less than work and calls in turn, by at least half of what can be hidden."""
     work, wire, ranks = 0.03, 0.02, 3

@@ -58,7 +58,7 @@ def ordered_by(backend: str) -> dict[str, bool]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_collectives_keep_their_order_where_the_ranks_programs_differ(
     backend: str, compiling: Processes
 ) -> None:
@@ -95,7 +95,7 @@ def in_a_chain(backend: str) -> list[bool]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_chain_runs_every_backward_of_a_compiled_function(backend: str, compiling: Processes) -> None:
     assert compiling(2)(in_a_chain, backend) == [[True, True]] * 2
 
@@ -237,7 +237,7 @@ def results_of_two_functions(name: str, backend: str, inside: bool) -> object:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_backward_calls_of_two_compiled_functions_are_not_taken_for_each_other(
     name: str, backend: str, compiling: Processes
@@ -263,7 +263,7 @@ def outputs_of_one_function(backend: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_outputs_of_one_compiled_function_may_be_used_differently(backend: str, compiling: Processes) -> None:
     for compiled, eager in compiling(2)(outputs_of_one_function, backend):
         assert compiled == pytest.approx(eager, rel=1e-12)

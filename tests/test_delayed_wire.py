@@ -74,6 +74,7 @@ def timed(name: str, wire: Link | None) -> tuple[float, Tensor]:
     return time.perf_counter() - started, result
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", CALLS)
 def test_call_takes_at_least_the_modelled_time_with_equal_result(name: str, threads: Ranks) -> None:
     def on_each_rank() -> tuple[float, bool]:
@@ -101,6 +102,7 @@ def backward(wire: Link | None) -> tuple[list[float], Tensor]:
     return [after - before for before, after in itertools.pairwise(times)], x.grad
 
 
+@pytest.mark.timed
 def test_backward_is_delayed_and_exact_on_processes(processes: Ranks) -> None:
     plain, slow = processes(2)(backward, None), processes(2)(backward, WIRE)
     least = LATENCY + 8 * ROWS / BANDWIDTH
@@ -108,6 +110,7 @@ def test_backward_is_delayed_and_exact_on_processes(processes: Ranks) -> None:
     assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(plain, slow, strict=True))
 
 
+@pytest.mark.timed
 def test_the_time_of_the_transfer_counts_into_the_delay(threads: Ranks) -> None:
     """A rank that waits for another for longer than the delay waits no more after that."""
 
@@ -125,6 +128,7 @@ def test_the_time_of_the_transfer_counts_into_the_delay(threads: Ranks) -> None:
     assert second >= 0.08
 
 
+@pytest.mark.timed
 def test_slower_of_two_blocks_counts(threads: Ranks) -> None:
     def on_each_rank() -> list[float]:
         found = []
@@ -174,6 +178,7 @@ def test_the_other_threads_of_a_rank_work_meanwhile(threads: Ranks) -> None:
     assert min(threads(2)(on_each_rank)) > 1000
 
 
+@pytest.mark.timed
 def test_it_ends_with_its_block_and_is_rank_local(threads: Ranks) -> None:
     def on_each_rank() -> float:
         with pytest.raises(RuntimeError, match="left"), delayed(Link(1e6, 1)):

@@ -73,6 +73,7 @@ def the_host_does_not_wait() -> tuple[float, list[int]]:
         return time.perf_counter() - started, [waits.total()]
 
 
+@pytest.mark.timed
 def test_neither_wait_nor_backward_blocks_the_host(simulated: Simulated) -> None:
     for seconds, waits in simulated(2)(the_host_does_not_wait):
         assert seconds < LATE
@@ -328,6 +329,7 @@ def seconds_of(program: Callable[[bool, bool, bool], float]) -> dict[str, float]
     return {name: min(each[name] for each in times) for name in modes}
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "exposed"),

@@ -62,6 +62,7 @@ def summed(tensor: Tensor, made: Any) -> Any:
     return future_of(dist.all_reduce(tensor, group=made, async_op=True))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("count", [3, 1 << 20])
 def test_a_future_is_handed_out_at_once_and_completes_while_its_rank_waits_in_cpp(
     count: int, ranks: Run
@@ -183,6 +184,7 @@ def test_a_call_that_failed_already_has_a_future_that_fails(ranks: Run) -> None:
     assert all("MismatchError" in text for text in ranks(work))
 
 
+@pytest.mark.timed
 def test_a_future_ends_with_the_timeout_of_the_group_and_names_the_late_rank(ranks: Run) -> None:
     def work() -> tuple[str, float]:
         with group(0.6) as made:
@@ -219,6 +221,7 @@ def test_a_future_of_a_group_that_is_left_fails(ranks: Run) -> None:
     assert "has left the group" in text
 
 
+@pytest.mark.timed
 def test_ddp_continues_backward_while_a_bucket_is_summed(ranks: Run) -> None:
     def work() -> tuple[float, float]:
         rank = dist.get_rank()

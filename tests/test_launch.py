@@ -294,6 +294,7 @@ def test_a_process_that_is_late_is_shown_where_it_is(pool: Ranks) -> None:
     assert caught.value.rank is None
 
 
+@pytest.mark.timed
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_thread_that_is_late_is_shown_where_it_is_and_ended() -> None:
     def spin() -> None:

@@ -186,7 +186,7 @@ def compiled_block(backend: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_program_has_the_same_strides(backend: str, compiling: Ranks) -> None:
     for found in compiling(2)(compiled_block, backend):
         assert [here for here, _ in found] == [there for _, there in found]

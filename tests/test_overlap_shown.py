@@ -138,32 +138,27 @@ PIECES = {"chain": 9, "ring": 12}
 SMALL: dict[str, Callable[[], Program]] = {"chain": partial(Chain, 4, 6), "ring": partial(Ring, 1, 6, 2, 6)}
 
 
-@pytest.fixture(scope="module")
-def balanced(worlds: Any) -> dict[str, Figures]:
-    """Figures of both programs, on a wire whose calls take as long as the work does in forward."""
-    run, plain, found = worlds(2, "threads").run, (chain_room.layer, ring_room.attend), {}
+def balanced(name: str, run: Callable[..., list[Any]]) -> Figures:
+    """Figures of a program, on a wire whose calls take as long as the work does in forward."""
+    plain = chain_room.layer, ring_room.attend
     chain_room.layer = lambda x, weight: Slept.apply(plain[0](x, weight))
     ring_room.attend = lambda q, k, v, seen: plain[1](Slept.apply(q), k, v, seen)
     try:
-        for name, make in SMALL.items():
-            link = link_for(run, make, PIECES[name] * WORK)
-            found[name] = measured(run, make, link, 4, min)
+        return measured(run, SMALL[name], link_for(run, SMALL[name], PIECES[name] * WORK), 4, min)
     finally:
         chain_room.layer, ring_room.attend = plain
-    return found
 
 
-@pytest.mark.parametrize("name", ["chain", "ring"])
-@pytest.mark.parametrize("half", HALVES)
-def test_overlapped_communication_is_hidden_forward_and_backward(
-    name: str, half: str, balanced: dict[str, Figures]
-) -> None:
+@pytest.mark.timed
+@pytest.mark.parametrize("name", PIECES)
+def test_overlapped_communication_is_hidden_forward_and_backward(name: str, threads: Ranks) -> None:
     """At least half of what can be hidden, as other tests run beside it; docs/reports/overlap.md has real figures."""
-    figures = balanced[name]
-    assert figures.times["work"][half] >= PIECES[name] * WORK
-    in_turn, best = figures.times["in turn"][half], figures.best(half)
-    assert in_turn > 1.2 * best
-    assert in_turn - figures.times["overlapped"][half] > 0.5 * (in_turn - best)
+    figures = balanced(name, threads(2))
+    for half in HALVES:
+        assert figures.times["work"][half] >= PIECES[name] * WORK
+        in_turn, best = figures.times["in turn"][half], figures.best(half)
+        assert in_turn > 1.2 * best
+        assert in_turn - figures.times["overlapped"][half] > 0.5 * (in_turn - best)
 
 
 # ---- what is seen

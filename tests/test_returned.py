@@ -63,6 +63,7 @@ def never_comes(fn: Callable[..., object], backend: str) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skipped_backward_is_an_error_with_the_rank_the_line_and_the_remedy(backend: str) -> None:
     text, seconds = never_comes(skipped_backward, backend)
@@ -79,6 +80,7 @@ def test_a_skipped_backward_is_an_error_with_the_rank_the_line_and_the_remedy(ba
 
 
 # On gloo the launcher sees no difference between the two.
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("backend", "fn"),
     [

@@ -161,6 +161,7 @@ def test_group_without_the_rank_that_left_continues(ranks: Run) -> None:
 # ---- time limits
 
 
+@pytest.mark.timed
 def test_the_first_timeout_of_a_group_names_the_late_rank_and_ends_the_others_waiting(ranks: Run) -> None:
     def work() -> Tried:
         with group(seconds=2) as late:
@@ -180,6 +181,7 @@ def test_the_first_timeout_of_a_group_names_the_late_rank_and_ends_the_others_wa
     assert last.seconds < 1
 
 
+@pytest.mark.timed
 def test_wait_takes_a_timeout(ranks: Run) -> None:
     def work() -> Tried | None:
         with group(2) as pair:
@@ -211,6 +213,7 @@ def test_receive_from_any_source_reports_the_awaited_ranks(ranks: Run) -> None:
     assert "2" in expected
 
 
+@pytest.mark.timed
 def test_finding_each_other_is_over_after_the_timeout_of_the_group() -> None:
     store = HashStore()
     store.set_timeout(datetime.timedelta(seconds=5))

@@ -271,6 +271,7 @@ def collective(wait: bool, keep: bool) -> tuple[float, Tensor]:
         group.seconds = 0.0
 
 
+@pytest.mark.timed
 def test_waiting_for_a_collective_makes_the_stream_wait(simulated: Simulated) -> None:
     for seconds, found in simulated(2)(collective, True, True):
         assert found.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]

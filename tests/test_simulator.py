@@ -152,6 +152,7 @@ def test_ranks_that_wait_by_a_lock_of_pythons_are_ended_by_the_timeout() -> None
 # -- deadlocks
 
 
+@pytest.mark.timed
 def test_deadlock_is_detected_at_once_with_every_ranks_pending_call_and_line() -> None:
     def on_rank() -> None:
         if dist.get_rank() == 0:

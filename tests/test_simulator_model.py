@@ -191,6 +191,7 @@ def overlapped(works: int, busy: float) -> tuple[float, float, Tensor]:
     return time.perf_counter() - started, time.thread_time() - cpu, out
 
 
+@pytest.mark.timed
 def test_a_result_comes_after_its_time_and_the_rank_works_meanwhile() -> None:
     run = simulate(overlapped, 2, args=(1, 0.12), model=SLOW)
     for seconds, cpu, out in run.results:
@@ -201,6 +202,7 @@ def test_a_result_comes_after_its_time_and_the_rank_works_meanwhile() -> None:
     assert min(seconds for seconds, _, _ in run.results) >= 0.3
 
 
+@pytest.mark.timed
 def test_clock_of_a_rank_shows_the_same_overlap() -> None:
     hidden = simulate(overlapped, 2, args=(1, 0.1), model=SLOW, seed=0)
     assert 0.15 <= hidden.seconds < 0.24
@@ -229,6 +231,7 @@ def test_a_link_carries_one_call_at_a_time_and_two_links_two() -> None:
     assert apart.seconds == pytest.approx(2e-3, rel=1e-3)
 
 
+@pytest.mark.timed
 def test_a_rank_that_comes_late_delays_the_others_and_not_itself() -> None:
     def on_rank() -> None:
         if gm.rank() == 1:
@@ -241,6 +244,7 @@ def test_a_rank_that_comes_late_delays_the_others_and_not_itself() -> None:
     assert min(waited[0], waited[2]) > waited[1] + 0.025
 
 
+@pytest.mark.timed
 def test_a_future_is_handed_out_before_its_result_is_there() -> None:
     def on_rank() -> tuple[float, float, bool]:
         started = time.perf_counter()
@@ -258,6 +262,7 @@ def test_a_future_is_handed_out_before_its_result_is_there() -> None:
         assert right
 
 
+@pytest.mark.timed
 def test_a_message_takes_its_time() -> None:
     def on_rank() -> float:
         started = time.perf_counter()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
@@ -14,7 +14,7 @@ Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 """A tensor, or a structure of them."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Packed:
     """Several tensors packed into one operand.
 
@@ -30,6 +30,20 @@ class Packed:
 def is_structure(x: object) -> bool:
     """Whether it is a tuple, list or dict."""
     return isinstance(x, tuple | list | dict)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in an argument or a result, in order: in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
 
 
 def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, Tensor]]:

@@ -15,8 +15,8 @@ from torch.utils.data import DistributedSampler, Subset
 
 from gradmesh._torch.operators import arguments, local_part, written
 from gradmesh._util.call_sites import is_of_the_program
+from gradmesh._util.structure import tensors_in
 from gradmesh.checker.trace import Epoch, Tape, Unwaited, address_of, end_of, gradient_of
-from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.tracker import memory_of
 
 

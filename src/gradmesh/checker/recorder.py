@@ -31,6 +31,7 @@ from gradmesh._torch.operators import (
     written,
 )
 from gradmesh._util.call_sites import Site, call_site
+from gradmesh._util.structure import tensors_in
 from gradmesh.checker.findings import Place
 from gradmesh.checker.observed import Handles, Mixing
 from gradmesh.checker.trace import (
@@ -57,7 +58,6 @@ from gradmesh.checker.trace import (
     nameless,
 )
 from gradmesh.type_inference.collectives import COLLECTIVES
-from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.tracker import memory_of
 
 

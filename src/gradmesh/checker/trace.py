@@ -17,8 +17,8 @@ from torch.nn.modules.module import (
 )
 
 from gradmesh._torch.operators import WeakTensors, arguments, local_part, written
+from gradmesh._util.structure import tensors_in
 from gradmesh.checker.findings import Place
-from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.tracker import memory_of
 
 

@@ -8,6 +8,7 @@
   parallelism; `gm.nn.tensor_parallel` converts a dense module.
 * `gm.nn.ExpertParallel`: expert parallelism (mixture of experts).
 * `gm.nn.clip_grad_norm_`: clipping by the gradient norm of the dense model; `mark_sharded` for custom shards.
+* `gm.nn.skipped`: for ranks without data for a module under FSDP or DDP.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: normalization by statistics of all ranks.
 * `gm.nn.fields`: domain decomposition of grids; `HaloConv1d` and other halo layers, `SpectralConv`.
 
@@ -62,6 +63,7 @@ from gradmesh.nn.norms import (
     SyncBatchNorm,
     SyncGroupNorm,
 )
+from gradmesh.nn.skipped import skipped
 from gradmesh.nn.tensor import (
     ColumnParallelLinear,
     Replicated,
@@ -115,6 +117,7 @@ __all__ = [
     "ring_attention",
     "sequence",
     "siglip_loss",
+    "skipped",
     "sup_con_loss",
     "tensor",
     "tensor_parallel",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradmesh._torch import group_behind, in_backward, is_fake, resolve_group
 from gradmesh._util.call_sites import Site, call_site
+from gradmesh._util.structure import tensors_in
 from gradmesh.errors import GradmeshError
 from gradmesh.ops.all_reduce import Extremum
 from gradmesh.ops.base import LinearOp, Op
@@ -24,7 +25,6 @@ from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.call_checks import BACKWARD, NEEDS_BACKWARD, CallRecord
-from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.rules import SAMES, UNKNOWN, I, Kind, P, R, S, V, flavor
 from gradmesh.type_inference.tracker import (
     Condition,

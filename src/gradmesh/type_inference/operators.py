@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradmesh._torch import arguments_of, dispatched_name, in_backward
 from gradmesh._util.call_sites import Site, call_site, show_site
+from gradmesh._util.structure import tensors_in
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import (
     SAMES,
@@ -79,18 +80,6 @@ def _plan(func: Any) -> _Plan:
         written,
         each,
     )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
 
 
 def follow(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

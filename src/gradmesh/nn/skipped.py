@@ -1,0 +1,111 @@
+"""A rank without data for a module takes part in what FSDP and DDP send for it.
+
+FSDP gathers a module's parameters when it is called, and reduces their gradients when backward reaches it; DDP reduces
+a bucket once its parameters have gradients. A rank that skips the module leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradmesh._util.structure import tensors_in
+from gradmesh.errors import ArgumentError, message
+
+
+def skipped(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    r"""A zero to add to the loss of a rank that has no data for a module.
+
+    ::
+
+        V -> V    -> ()    0; in backward every parameter of the module gets a gradient of zeros
+
+    Call it where the other ranks call the module, and add it to the loss.
+
+    Args:
+        module: what this rank skips, all of a model or a part of it.
+        args: an example of the input, such as one sample of zeros: the module computes with it, so that it sends what
+            it sends on the other ranks, in the same order, and the result is dropped. Its derivative has to be finite,
+            and statistics of batches see it. `fully_shard` reduces gradients in an order that depends on whether an
+            input requires grad: let the example require it where the others' do.
+            Without an example the module does not compute. That is enough for a module without FSDP or DDP inside that
+            sends nothing itself, such as a part of a model that is wrapped as a whole.
+        kwargs: like `args`.
+
+    Returns:
+        Zero, of shape (). It requires grad where the results, or the parameters, do.
+
+    Raises:
+        ArgumentError: there is no example, and FSDP or DDP is inside of the module, or it has no parameters; the
+            module returns no tensor for the example, or none that requires grad although its parameters do.
+
+    Example:
+        >>> import torch, gradmesh as gm
+        >>> vision = torch.nn.Linear(3, 1)
+        >>> images = torch.ones(0, 3)
+        >>> loss = vision(images).sum() if len(images) else gm.nn.skipped(vision)
+        >>> loss.backward()
+        >>> vision.weight.grad
+        tensor([[0., 0., 0.]])
+    """
+    if args or kwargs:
+        used, problem = list(tensors_in(module(*args, **kwargs))), "its result for the example has no tensor"
+    else:
+        if any(isinstance(part, _wrappers()) for part in module.modules()):
+            _refuse(
+                module,
+                "it has parts in FSDP or DDP, which send when they are called",
+                "pass an example of the module's input: gm.nn.skipped(module, torch.zeros(1, ...))",
+            )
+        # FSDP1 puts views of its flat parameter among the attributes, where module.parameters() has none.
+        attributes = [value for part in module.modules() for value in vars(part).values()]
+        found = (x for x in (*module.parameters(), *attributes) if isinstance(x, Tensor))
+        used, problem = list({id(x): x for x in found}.values()), "it has no parameters"
+    trained = [x for x in used if x.requires_grad]
+    if used and not trained and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        used, problem = (
+            [],
+            "its result for the example has no tensor that requires grad, and its parameters do",
+        )
+    if not used:
+        _refuse(module, problem, "leave out the call where the module has no parameters that are trained")
+    zero = torch.zeros((), dtype=_dtype(trained or used), device=used[0].device)
+    return _Zero.apply(zero, *trained)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Zero(torch.autograd.Function):
+    """The first argument, with gradients of zero for the others."""
+
+    @staticmethod
+    def forward(x: Tensor, *_: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.used = inputs[1:]  # not saved: FSDP frees them until backward, and their values are not needed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros_like(x) for x in ctx.used)
+
+
+def _wrappers() -> tuple[type, ...]:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes long
+    return (
+        DistributedDataParallel,
+        *(() if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)),
+    )
+
+
+def _dtype(tensors: list[Tensor]) -> torch.dtype:
+    """A dtype that leaves a loss's as it is when a zero of it is added."""
+    return next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+
+
+def _refuse(module: nn.Module, problem: str, remedy: str) -> None:
+    text = f"{type(module).__name__} cannot be skipped: {problem}"
+    raise ArgumentError(message(text, op="nn.skipped", remedy=remedy))

@@ -1,0 +1,180 @@
+"""Ranks without data for a module, under DDP and FSDP, train the model of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradmesh as gm
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+Batch = tuple[Tensor, Tensor]
+
+
+class Model(nn.Module):
+    """Text always, pictures on some ranks; the parts that FSDP wraps are nested."""
+
+    def __init__(self, seed: int, example: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.vision = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.text, self.head, self.example = nn.Linear(2, 3), nn.Linear(3, 1), example
+
+    def forward(self, text: Tensor, pictures: Tensor, follows: bool) -> Tensor:
+        """With `follows` the pictures' part reads the text's result, and not the other way round."""
+        x = self.text(text)
+        before = x.sum() if follows else x.new_zeros(())
+        if len(pictures):
+            y = x + self.vision(pictures + before).sum(0)
+            return self.head(y).square().sum()
+        example = (torch.zeros(1, 4) + before,) if self.example else ()  # requires grad where the pictures do
+        dropped = gm.nn.skipped(self.vision, *example)
+        return self.head(x).square().sum() + dropped
+
+
+def on_cpu(module: nn.Module, original: bool) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, device_id="cpu", use_orig_params=original)
+
+
+def wrapped(model: Model, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "fully_shard":
+        for part in (model.vision[0], model.vision, model.text, model):
+            fully_shard(part)
+        return model
+    if how == "fully_shard as a whole":
+        return fully_shard(model)
+    nested, original = how.startswith("fsdp1 nested"), how.endswith("original")
+    if nested:
+        model.vision = on_cpu(model.vision, original)  # type: ignore[assignment]
+    return on_cpu(model, original)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, by their names without wrappers."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+                for name, p in model.named_parameters()
+            }
+    found = {}
+    for name, p in model.named_parameters():
+        found[name.removeprefix("module.")] = p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+    return found
+
+
+WAYS = {
+    "ddp": False,
+    "ddp with an example": True,
+    "fully_shard": True,
+    "fully_shard as a whole": False,
+    "fsdp1, original": False,
+    "fsdp1, flat": False,
+    "fsdp1 nested, original": True,
+    "fsdp1 nested, flat": True,
+}
+
+
+def deviation(how: str, example: bool, seed: int) -> float:
+    """The largest between parameters after three steps here and in one process."""
+    size, rank = gm.world_size(), gm.rank()
+    drawn = torch.Generator().manual_seed(seed)
+    model = Model(seed, example)
+    dense = copy.deepcopy(model)
+    counts = torch.randint(0, 3, (3, size), generator=drawn).tolist()
+    follows = bool(torch.randint(0, 2, (), generator=drawn))
+    counts[0][seed % size] = 0
+    steps: list[list[Batch]] = [
+        [
+            (
+                torch.randn(2, 2, generator=drawn),
+                torch.randn(count, 4, generator=drawn) if count else torch.zeros(0, 4),
+            )
+            for count in each
+        ]
+        for each in counts
+    ]
+    parallel = wrapped(model, how.removesuffix(" with an example"))
+    ours = torch.optim.SGD(parallel.parameters(), 0.05, momentum=0.9)
+    theirs = torch.optim.SGD(dense.parameters(), 0.05, momentum=0.9)
+    for batches in steps:
+        ours.zero_grad()
+        ((1 + rank) * parallel(*batches[rank], follows)).backward()
+        ours.step()
+        theirs.zero_grad()
+        losses = [(1 + other) * dense(*batch, follows) for other, batch in enumerate(batches)]
+        (torch.stack(losses).sum() / size).backward()
+        theirs.step()
+    found = whole(parallel)
+    return max(float((found[name] - p.detach()).abs().max()) for name, p in dense.named_parameters())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", WAYS)
+def test_ranks_without_data_for_a_module_train_the_model_of_one_process(how: str, processes: Ranks) -> None:
+    for seed in range(3):
+        assert max(processes(3)(deviation, how, WAYS[how], seed)) < 1e-5
+
+
+def test_a_wrapped_module_cannot_be_skipped_without_an_example(threads: Ranks) -> None:
+    def work() -> None:
+        model = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 1))
+        with pytest.raises(gm.ArgumentError, match=r"has parts in FSDP or DDP[\s\S]*pass an example"):
+            gm.nn.skipped(model)
+
+    threads(2)(work)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "problem"),
+    [
+        (nn.Tanh(), (), "no parameters"),
+        (nn.Identity(), ([],), "no tensor"),
+        (nn.ParameterList([torch.zeros(1)]), (), None),
+        (nn.Sequential(nn.Linear(1, 1), nn.Threshold(1, 0)), (torch.zeros(1, 1),), None),
+    ],
+)
+def test_a_module_without_parameters_or_results_is_an_error(
+    module: nn.Module, inputs: tuple[Any, ...], problem: str | None
+) -> None:
+    if problem is None:
+        gm.nn.skipped(module, *inputs).backward()
+        assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+    else:
+        with pytest.raises(gm.ArgumentError, match=problem):
+            gm.nn.skipped(module, *inputs)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def test_a_result_that_is_detached_is_an_error_unless_gradients_are_off() -> None:
+    with pytest.raises(gm.ArgumentError, match="no tensor that requires grad"):
+        gm.nn.skipped(Detached(2, 2), torch.zeros(1, 2))
+    with torch.no_grad():
+        zero = gm.nn.skipped(Detached(2, 2), torch.zeros(1, 2))
+    assert zero.item() == 0
+    assert not zero.requires_grad
+
+
+def test_frozen_parameters_get_no_gradient_and_a_dtype_is_kept() -> None:
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    module.weight.requires_grad_(False)
+    loss = torch.ones((), requires_grad=True) + gm.nn.skipped(module)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert module.weight.grad is None
+    assert module.bias.grad is not None
+    assert not module.bias.grad.any()
+    assert not gm.nn.skipped(module.requires_grad_(False)).requires_grad
