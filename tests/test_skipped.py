@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
+from gradmesh.checker.run import Target, check_script
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 Batch = tuple[Tensor, Tensor]
@@ -178,3 +180,61 @@ def test_frozen_parameters_get_no_gradient_and_a_dtype_is_kept() -> None:
     assert module.bias.grad is not None
     assert not module.bias.grad.any()
     assert not gm.nn.skipped(module.requires_grad_(False)).requires_grad
+
+
+SCRIPT = """
+import gradmesh as gm, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+rank = dist.get_rank()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vision, self.text, self.head = nn.Linear(4, 3), nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, text, pictures):
+        x, dropped = self.text(text), 0.0
+        if len(pictures):
+            x = x + self.vision(pictures).mean(0)
+        {otherwise}
+        return self.head(x).square().mean() + dropped
+
+
+model = Model()
+{wrap}
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 2) + rank, torch.randn(2 if rank == 0 else 0, 4))
+    loss.backward()
+    optimizer.step()
+"""
+WRAPS = {
+    "ddp": "model = DistributedDataParallel(model)",
+    "fully_shard": "for part in (model.vision, model.text, model): fully_shard(part)",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_check_names_a_module_that_ranks_skip_and_accepts_one_that_is_skipped_with_a_zero(
+    wrap: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(wrap=WRAPS[wrap], otherwise=""))
+    (found,) = check_script(Target(str(script)), ranks=2, timeout=20).findings
+    assert found.rule.id == "GM401"
+    assert "gm.nn.skipped" in found.remedy
+    if wrap == "ddp":
+        assert "rank 1 does not depend on vision.weight, vision.bias" in found.message
+    dropped = "else:\n            dropped = gm.nn.skipped(self.vision, torch.zeros(1, 4))"
+    script.write_text(SCRIPT.format(wrap=WRAPS[wrap], otherwise=dropped))
+    verdict = check_script(Target(str(script)), ranks=2, timeout=20)
+    assert not verdict.findings
+    assert not verdict.notes

@@ -319,7 +319,8 @@ _ALL = (
         "another that happens to fit and returns its values. Mostly a condition that differs over the ranks stands "
         "around the call, or a loop runs more often on one rank.",
         "Make the same calls in the same order on every rank of the group: take the condition from a value that all "
-        "share, or let ranks without work take part with an empty or zero tensor.",
+        "share, or let ranks without work take part with an empty or zero tensor. Where ranks skip a module under FSDP "
+        "or DDP: loss + gm.nn.skipped(module, example).",
     ),
     Rule(
         "GM402",
@@ -330,7 +331,7 @@ _ALL = (
         "--timeout says. Sends that wait for each other in a circle do it, a receive whose send is missing, a rank "
         "that left a loop early, and a backward that one rank does not run.",
         "Follow the places at which the ranks stand: the rank that stands elsewhere, or has returned, has to "
-        "make the missing call.",
+        "make the missing call. A rank that skips a module under FSDP or DDP: loss + gm.nn.skipped(module, example).",
     ),
     Rule(
         "GM403",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import itertools
 import math
 import os
 import pickle
+import re
 import runpy
 import sys
 import time
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import convert_parameters
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -810,6 +813,26 @@ def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) 
         return  # all that was asked for is known
     tape.ended, tape.error = "raised", traceback.format_exception_only(error)[0].strip()
     tape.raised_at = recorder.number_of(user_frame(error.__traceback__))
+    tape.not_used = _not_used(tape.error)
+
+
+_UNUSED = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
+"""How DDP says which parameters it waits for; names only with a setting of torch's."""
+
+
+def _not_used(error: str) -> tuple[str, ...]:
+    """The names of the parameters that DDP's error is about."""
+    found = _UNUSED.search(error)
+    if found is None:
+        return ()
+    wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    if len(wrappers) != 1:
+        return ()
+    ignored = wrappers[0].parameters_to_ignore
+    named = [
+        name for name, p in wrappers[0].module.named_parameters() if p.requires_grad and name not in ignored
+    ]
+    return tuple(named[i] for i in map(int, found[1].split()) if i < len(named))
 
 
 @contextlib.contextmanager

@@ -502,6 +502,7 @@ class Tape:
         ended: "stopped" after the steps asked for, "returned", or "raised".
         error: the traceback, where it raised, and
         raised_at: the line of the program.
+        not_used: the parameters for whose gradients DDP waits in vain, where that is the error.
         seconds: how long the program ran.
     """
 
@@ -520,6 +521,7 @@ class Tape:
     ended: str = "returned"
     error: str = ""
     raised_at: int = -1
+    not_used: tuple[str, ...] = ()
     seconds: float = 0.0
 
 

@@ -74,23 +74,11 @@ def skipped(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     if not used:
         _refuse(module, problem, "leave out the call where the module has no parameters that are trained")
     zero = torch.zeros((), dtype=_dtype(trained or used), device=used[0].device)
-    return _Zero.apply(zero, *trained)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Zero(torch.autograd.Function):
-    """The first argument, with gradients of zero for the others."""
-
-    @staticmethod
-    def forward(x: Tensor, *_: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.used = inputs[1:]  # not saved: FSDP frees them until backward, and their values are not needed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(x) for x in ctx.used)
+    for x in trained:
+        local: Tensor = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
+        none = local.reshape(-1)[:0].sum()  # of no element, so that no value is used, be it NaN
+        zero = zero + none.real.to(zero.dtype)
+    return zero
 
 
 def _wrappers() -> tuple[type, ...]:

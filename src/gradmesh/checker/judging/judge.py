@@ -105,6 +105,17 @@ def endings(
         rank, tape = (first or raised)[0]
         places = tape.places
         at = places[tape.raised_at] if 0 <= tape.raised_at < len(places) else None
+        if tape.not_used and not all(each is not None and each.not_used == tape.not_used for each in tapes):
+            modules = sorted({name.rpartition(".")[0] or name for name in tape.not_used})
+            said = (
+                f"the loss of rank {rank} does not depend on {', '.join(tape.not_used)}, and DDP waits for their "
+                "gradients on every rank"
+            )
+            remedy = (
+                f"Add gm.nn.skipped(module) to the loss of a rank that does not use {' or '.join(modules)}, or pass "
+                "find_unused_parameters=True to DistributedDataParallel."
+            )
+            return [finding("GM401", said, _with_text(at), None, [rank], remedy=remedy)]
         return [
             finding("GM501", f"rank {rank} raised {tape.error.splitlines()[0]}", _with_text(at), None, [rank])
         ]
