@@ -1,4 +1,4 @@
-"""Averages of undeclared intent: notes with the numbers, and no finding."""
+"""Averages of undeclared intent: notes and warnings with the numbers, and no error."""
 
 from __future__ import annotations
 
@@ -76,11 +76,22 @@ def test_a_communication_hook_that_comes_to_the_mean_is_not_noted(
     assert notes(tmp_path, register=REGISTER, divide=divide, loss=loss) == []
 
 
+def warned(folder: Path, **changes: str) -> str:
+    """The text of the one warning."""
+    verdict = checked(folder, **changes)
+    assert verdict.ok
+    texts = {finding.message for finding in verdict.findings if finding.rule.id == "GM111"}
+    assert len(verdict.findings) == len(texts) == 1
+    return texts.pop()
+
+
 @pytest.mark.parametrize("loss", [MEAN, "nn.functional.mse_loss(model(x), x) / 5"])
-def test_a_mean_of_means_over_uneven_batches_is_noted_with_its_counts(tmp_path: Path, loss: str) -> None:
-    noted = notes(tmp_path, rows=UNEVEN, loss=loss)
-    assert noted
-    assert all("24 on rank 0, 40 on rank 1" in note and "1/64" in note for note in noted)
+def test_a_mean_of_means_over_uneven_batches_is_a_warning_with_its_counts(tmp_path: Path, loss: str) -> None:
+    text = warned(tmp_path, rows=UNEVEN, loss=loss)
+    assert "24 on rank 0, 40 on rank 1" in text
+    assert "1/64 in the mean over all 64 entries" in text
+    weights = (48, 80) if loss == MEAN else (240, 400)
+    assert f"an entry counts 1/{weights[0]} or 1/{weights[1]}" in text
 
 
 @pytest.mark.parametrize(
@@ -89,10 +100,34 @@ def test_a_mean_of_means_over_uneven_batches_is_noted_with_its_counts(tmp_path: 
         ("6", MEAN),
         (UNEVEN, f"{MEAN} * ((6 + 4 * rank) * world / 16)"),
         (UNEVEN, "model(x).square().sum() / 64 * world"),
+        (UNEVEN, f"{MEAN} + model(x).abs().mean()"),
     ],
 )
-def test_even_batches_and_weighted_means_are_not_noted(tmp_path: Path, rows: str, loss: str) -> None:
+def test_even_batches_and_weighted_means_and_sums_of_terms_get_no_warning(
+    tmp_path: Path, rows: str, loss: str
+) -> None:
     assert notes(tmp_path, rows=rows, loss=loss) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "of", "expected"),
+    [
+        ("(3, 5)", "mean()", ("12 + 20 on rank 0, 12 + 20 on rank 1", "1/64 in the mean")),
+        ("(4, 4)", "mean()", None),
+        ("(3, 5)", "sum() / 32", None),
+    ],
+)
+def test_micro_batches_of_different_sizes_that_count_alike_are_a_warning(
+    tmp_path: Path, numbers: str, of: str, expected: tuple[str, ...] | None
+) -> None:
+    loop = f"for n in {numbers}:\n        (model(torch.randn(n, 4)).square().{of} / 2).backward()"
+    script = SCRIPT.replace("loss = {loss}\n    loss.backward()", loop)
+    path = tmp_path / "train.py"
+    path.write_text(script.format(divide="pass", register="", rows="6"))
+    verdict = check_script(Target(str(path)), ranks=2, steps=2)
+    texts = [finding.message for finding in verdict.findings]
+    assert verdict.ok
+    assert all(text in texts[0] for text in expected) if expected else not texts
 
 
 def test_a_constant_that_is_the_number_of_ranks_by_chance_is_a_note(tmp_path: Path) -> None:
@@ -109,12 +144,11 @@ def test_a_division_that_more_ranks_cannot_show_is_a_note(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "loss", [f"{LABELS}.where(labels > rank, -100))", "model(x)[: 3 - rank].sum() / (12 - 4 * rank)"]
 )
-def test_means_over_different_numbers_of_entries_are_noted(tmp_path: Path, loss: str) -> None:
-    [note] = notes(tmp_path, loss=loss)
-    assert "a mean over different numbers of entries" in note
+def test_counts_of_labels_and_of_a_sum_that_is_divided_are_found(tmp_path: Path, loss: str) -> None:
+    assert "in the mean over all" in warned(tmp_path, loss=loss)
 
 
-def test_equal_numbers_of_labels_are_not_noted(tmp_path: Path) -> None:
+def test_equal_numbers_of_labels_get_no_warning(tmp_path: Path) -> None:
     assert not notes(tmp_path, loss=f"{LABELS}.where(labels > 0, -100))")
 
 

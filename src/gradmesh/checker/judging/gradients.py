@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -615,12 +615,7 @@ _MEAN_REDUCTION = 1
 
 
 def notes_on_averages(context: Context) -> list[str]:
-    """Communication hooks that sum, and means over different numbers of rows that are averaged."""
-    return [*_summing_hook(context), *_mean_of_means(context)]
-
-
-def _summing_hook(context: Context) -> list[str]:
-    """DDP averages over the ranks; a hook that takes its place may only sum."""
+    """Communication hooks that sum: DDP averages over the ranks; a hook that takes its place may only sum."""
     ranks = context.truth.different
     hook = context.tapes[0].comm_hook
     if hook < 0 or ranks < 2 or abs(context.expected - 1) > _NEAR or division(context) is not None:
@@ -633,35 +628,55 @@ def _summing_hook(context: Context) -> list[str]:
     ]
 
 
-def _mean_of_means(context: Context) -> list[str]:
-    """Each rank's loss is a mean over its rows, of which ranks have different numbers, and gradients are averaged."""
+def means_of_means(context: Context) -> list[Finding]:
+    """Each rank, or micro-batch, takes a mean over its entries, of which each has its number, and they count alike."""
     ranks = range(len(context.tapes))
-    if context.truth.different < len(ranks) or abs(context.expected * len(ranks) - 1) > _NEAR:
+    if context.truth.different < len(ranks):
         return []
-    means = [_mean_of(context, rank) for rank in ranks]
-    known = [each for each in means if each is not None]
-    if len(known) < len(means) or len({factor for _, factor, _ in known}) > 1:
+    means = [_means_of(context, rank) for rank in ranks]
+    every = [mean for each in means for mean in each]
+    places = {
+        context.place(rank, site) for rank, each in zip(ranks, means, strict=True) for _, _, site in each
+    }
+    counts, factors = [count for count, _, _ in every], {round(factor, 9) for _, factor, _ in every}
+    if not all(means) or len(places) > 1 or len(factors) > 1 or len(set(counts)) == 1:
         return []
-    counts = [count for count, _, _ in known]
-    if len(set(counts)) == 1:
-        return []
-    shown = ", ".join(f"{count} on rank {rank}" for rank, count in zip(ranks[:4], counts, strict=False))
+    shown = [
+        f"{' + '.join(str(count) for count, _, _ in each[:4])} on rank {rank}"
+        for rank, each in enumerate(means)
+    ]
+    weights = sorted(1 / (context.expected * every[0][1] / count) for count in (min(counts), max(counts)))
+    parts = [
+        f"the loss is a mean over {', '.join(shown[:4])} entries",
+        f"times {every[0][1]:.6g}" if abs(every[0][1] - 1) > _NEAR else "",
+        f"gradients are accumulated over {max(map(len, means))} backward passes"
+        if max(map(len, means)) > 1
+        else "",
+        f"and multiplied by {context.expected:.6g} over {len(ranks)} ranks" if len(ranks) > 1 else "",
+    ]
+    said = (
+        f"{', '.join(part for part in parts if part)}: an entry counts 1/{weights[0]:.6g} or 1/{weights[1]:.6g}, "
+        f"depending on where it is, and 1/{sum(counts)} in the mean over all {sum(counts)} entries"
+    )
     return [
-        f"the loss at {context.place(0, known[0][2])} is a mean over different numbers of entries ({shown}), and the "
-        f"gradients are averaged over the {len(ranks)} ranks: an entry counts 1/({len(ranks)} x its rank's number), "
-        f"not 1/{sum(counts)} as in the mean over all of them. If that mean is meant, divide each rank's sum by the "
-        "number on all ranks"
+        finding("GM111", said, context.place(0, every[0][2]), context.place(0, context.root_site(0)), ranks)
     ]
 
 
-def _mean_of(context: Context, rank: int) -> tuple[int, float, int] | None:
-    """Over how many entries a rank's loss is a mean, its factor, and the line; None for another kind of loss."""
+def _means_of(context: Context, rank: int) -> list[tuple[int, float, int]]:
+    """What each backward of a rank begins with, as a mean: its number of entries, factor and line; else none."""
     events = context.events(rank)
-    roots = [event for event in events if isinstance(event, Root)]
     made = {out: event for event in events if isinstance(event, Op) for out in event.outs}
-    if len(roots) != 1:
-        return None
-    number, factor = roots[0].id, 1.0
+    found = [_mean_of(context, rank, event.id, made) for event in events if isinstance(event, Root)]
+    known = [mean for mean in found if mean is not None]
+    return known if len(known) == len(found) else []
+
+
+def _mean_of(
+    context: Context, rank: int, number: int, made: Mapping[int, Op]
+) -> tuple[int, float, int] | None:
+    """Over how many entries a loss is a mean, its factor, and the line; None for another kind of loss."""
+    factor = 1.0
     for _ in range(6):
         op = made.get(number)
         taken = refs(op) if op is not None else []

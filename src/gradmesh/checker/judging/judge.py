@@ -25,6 +25,7 @@ from gradmesh.checker.judging.context import (
 from gradmesh.checker.judging.gradients import (
     copies_in_norm,
     faults_of_gradients,
+    means_of_means,
     notes_on_averages,
     repeated_terms,
     scaled_alone,
@@ -412,7 +413,7 @@ def _judged_step(
             or drifted_later(context, following)
             or overwritten_steps(context, following)
         )
-        found += repeated_terms(context)
+        found += repeated_terms(context) or means_of_means(context)
         notes.extend(notes_on_averages(context))
     for got in context.got:
         if got.kind == "infinite":
