@@ -177,8 +177,8 @@ _ALL = (
         "Ranks or micro-batches average over different numbers of entries, and their averages count alike.",
         "An average of the gradients of means over n_r entries weighs an entry with 1/n_r, whatever rank or "
         "micro-batch it is in: those of a short batch count more than those of a long one, and the result depends on "
-        "how the data is split. One process with all entries, which takes one mean, gets another gradient. It happens with "
-        "sequences of different lengths, masks, ignored labels and the last batch of an epoch.",
+        "how the data is split. One process with all entries, which takes one mean, gets another gradient. It happens "
+        "with sequences of different lengths, masks, ignored labels and the last batch of an epoch.",
         "Divide the sum of a rank's or micro-batch's losses by the number of entries on all ranks and in all "
         "micro-batches of the step, times the number of ranks where gradients are averaged: "
         "gm.objective(loss, weights=n, ddp=model). If each rank or micro-batch is to count alike, leave it.",
