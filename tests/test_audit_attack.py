@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.verify import Audit, audit
+from tests.seldom import seldom
 
 Step = Callable[[Tensor], Tensor]
 
@@ -193,7 +194,7 @@ def check_wrong(seed: int, size: int, fault: str) -> None:
         assert "3 times too large" in found.findings[0].text, f"seed {seed}, {size} ranks\n{found}"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seldom(range(12), range(6)))
 def test_nothing_is_found_in_a_right_chain(seed: int) -> None:
     check_right(seed, 2 + seed % 2)
 
@@ -370,7 +371,7 @@ def test_backward_that_fits_no_interpretation_is_found_on_other_sizes(verb: str,
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=[] if s in (303, 304) else pytest.mark.slow) for s in range(300, 306)]
+    "seed", [pytest.param(s, marks=[] if s == 303 else pytest.mark.slow) for s in range(300, 306)]
 )
 def test_a_right_chain_is_accepted_as_it_is_meant(seed: int) -> None:
     """Of the sixteen readings those that hold without asking are accepted too, and none that does not hold."""

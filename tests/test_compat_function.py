@@ -425,6 +425,7 @@ def _compiled() -> dict[str, str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_compiled_in_one_graph_they_are_the_eager_ones(compiling: Any) -> None:
     assert compiling(SIZE)(_compiled) == [{}] * SIZE

@@ -123,7 +123,7 @@ OF_INDUCTOR = ["all_gather, nothing on a rank", "max"]
     ("backend", "names"),
     [
         ("aot_eager", OF_EACH_KIND),
-        ("inductor", OF_INDUCTOR),
+        pytest.param("inductor", OF_INDUCTOR, marks=pytest.mark.slow),
         pytest.param("aot_eager", list(VERBS), marks=pytest.mark.slow),
         pytest.param("eager", list(VERBS), marks=pytest.mark.slow),
         pytest.param("inductor", list(VERBS), marks=pytest.mark.slow),

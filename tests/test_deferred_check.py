@@ -14,6 +14,7 @@ import gradmesh as gm
 from tests import deferred_programs as programs
 from tests import simulated_device as sd
 from tests.deferred_programs import outcome
+from tests.seldom import seldom
 from tools import mismatches
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -244,7 +245,7 @@ def test_on_a_device_calls_are_compared_by_default_before_a_step(name: str) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", programs.FAULTS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seldom(range(2), [1]))
 def test_random_program_is_right_or_raises_on_every_rank(fault: str, seed: int) -> None:
     """Wrong programs raise before any step; where a mistake makes no difference, nothing is raised."""
     attacked(fault, seed)

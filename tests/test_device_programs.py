@@ -67,7 +67,9 @@ def compared(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("names", [VERBS, LAYERS], ids=["verbs", "layers"])
+@pytest.mark.parametrize(
+    "names", [VERBS, pytest.param(LAYERS, marks=pytest.mark.slow)], ids=["verbs", "layers"]
+)
 def test_two_derivatives_are_those_of_the_cpu_and_the_host_does_not_wait(
     names: dict[str, Any], simulated: Simulated
 ) -> None:
@@ -268,6 +270,7 @@ def test_every_op_has_its_derivatives_on_a_device_whose_kernels_are_late(simulat
 THIRD = ["keeps_the_law", "is_a_loop_under_vmap", "matches_dense_autograd_to_third_order"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", THIRD)
 def test_a_few_ops_have_every_derivative(law: str, simulated: Simulated) -> None:
     assert max(simulated(2)(on_rows, [law], range(0, len(REGISTRY), 7))) > 0

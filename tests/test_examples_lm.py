@@ -18,6 +18,7 @@ def test_eight_threads_follow_one_process_step_by_step() -> None:
     assert max(*found.far, found.apart) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_four_processes_follow_one_process_step_by_step() -> None:
     found = run(Job(dp=1, steps=2, backend="shm"))

@@ -23,8 +23,8 @@ ON_THREADS = [
 ]
 ON_PROCESSES = [
     ("shm", "killed", "backward pass"),
-    ("shm", "stuck", "message"),
-    ("shm", "no memory", "call"),
+    pytest.param("shm", "stuck", "message", marks=pytest.mark.slow),
+    pytest.param("shm", "no memory", "call", marks=pytest.mark.slow),
     ("shm", "launcher killed", "call"),
     ("gloo", "returns early", "asynchronous call"),
 ]

@@ -15,6 +15,8 @@ from typing import IO
 
 import pytest
 
+from tests.seldom import seldom
+
 _MODES = {
     "a Hessian": "torch.func.hessian(importing)(torch.ones(3))",
     "inference mode": "with torch.inference_mode(): importing(torch.ones(3))",
@@ -126,7 +128,7 @@ def forking() -> Iterator[Forking]:
 
 
 @pytest.mark.parametrize("before", ["", "import gradmesh"], ids=["import", "first use"])
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", seldom(_MODES, ["a Hessian", "fake tensors"]))
 def test_an_import_inside_a_mode_leaves_nothing_of_it_behind(
     mode: str, before: str, forking: Forking
 ) -> None:

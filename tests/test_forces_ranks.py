@@ -31,11 +31,12 @@ import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, by_count
 from tests.conftest import Run
 from tests.forces_programs import held, models, random_program, sample_of, verdicts
+from tests.seldom import seldom
 
 Ranks = Callable[[int], Run]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", seldom([1, 2, 3, 4], [2, 3]))
 def test_random_structures_and_partitions_are_right_or_refused_on_every_rank(
     ranks: int, threads: Ranks
 ) -> None:
@@ -70,7 +71,7 @@ def test_random_structures_contain_the_hard_cases() -> None:
 SMALL = Job(ranks=4, backend="threads", steps=6, channels=2, structures=8, batch=4)
 
 
-@pytest.mark.parametrize("partition", ["space", "graphs"])
+@pytest.mark.parametrize("partition", seldom(["space", "graphs"], ["space"]))
 def test_training_on_ranks_is_training_on_one_process_step_by_step(partition: str) -> None:
     settings = Job(**{**vars(SMALL), "partition": partition})
     made = structures.made(8, seed=3)

@@ -151,6 +151,7 @@ def test_growth_is_that_of_the_boundary(tmp_path: Path) -> None:
     assert (tmp_path / "growth.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_contest_times_every_way_on_the_same_rows() -> None:
     graph, owner = small(600)
     found = contest(graph.edges, owner.clamp(max=1), 2, (2,), rounds=2, calls=1)
@@ -162,6 +163,7 @@ def test_the_contest_times_every_way_on_the_same_rows() -> None:
         assert low <= middle <= high
 
 
+@pytest.mark.slow
 def test_costs_has_times_and_the_memory_of_each_rank() -> None:
     (cost,) = costs(2000, 8, 4, [("shm", 2)], rounds=2)
     for kind in KINDS:

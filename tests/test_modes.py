@@ -139,6 +139,7 @@ def test_a_verb_that_a_system_lacks_is_not_run(on_threads: Pools) -> None:
     assert grid == {("scan", "reverse"): Verdict("n/a", "no such verb")}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_hang_and_die_and_the_next_cell_is_run_all_the_same(on_processes: Pools) -> None:
     result = {bad.name: on_processes.cell(bad, NAME, MODES["reverse"]) for bad in (HANGS, DIES, GRADMESH)}
@@ -149,6 +150,7 @@ def test_processes_hang_and_die_and_the_next_cell_is_run_all_the_same(on_process
     }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_compiled_cells_are_run_on_processes(on_threads: Pools) -> None:
     assert on_threads.cell(GRADMESH, NAME, MODES["compile"]) == Verdict("ok")

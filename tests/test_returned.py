@@ -88,7 +88,7 @@ def test_a_skipped_backward_is_an_error_with_the_rank_the_line_and_the_remedy(ba
         ("threads", message_that_is_not_sent),
         pytest.param("shm", one_call_fewer, marks=pytest.mark.processes),
         pytest.param("shm", message_that_is_not_sent, marks=pytest.mark.processes),
-        pytest.param("gloo", one_call_fewer, marks=pytest.mark.processes),
+        pytest.param("gloo", one_call_fewer, marks=[pytest.mark.processes, pytest.mark.slow]),
     ],
 )
 def test_a_call_that_a_rank_does_not_make_is_an_error_with_the_rank(

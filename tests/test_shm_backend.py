@@ -278,6 +278,7 @@ def test_second_world_raises_and_the_first_continues(ranks: Run) -> None:
         assert after == 10
 
 
+@pytest.mark.slow
 def test_worlds_made_again_and_again_leave_no_descriptor_and_no_mapping(ranks: Run) -> None:
     def held() -> tuple[int, int]:
         gc.collect()
@@ -983,6 +984,7 @@ def test_sums_have_the_bits_of_the_threads_backend_on_all_ranks(
             assert torch.equal(mine[1], got[0][1])
 
 
+@pytest.mark.slow
 def test_the_soak_finds_no_value_that_differs_from_gloos_and_no_growth() -> None:
     for summary in soak_ranks(4, ranks=W, seed=5):
         assert summary.calls > 20

@@ -98,7 +98,10 @@ SELDOM = {
     ),
     "torch.ops._c10d_functional.reduce_scatter_tensor",
     "torch._library.effects.EffectType.ORDERED",
+    "torch.ops._c10d_functional.wait_tensor",
     "torch._C._are_functorch_transforms_active",
+    "torch.autograd.forward_ad._current_level",
+    "torch.library.CustomOpDef.register_effect",
 }
 """Names without which programs are compiled, which takes long, and of which others are like them: in the sweep only."""
 

@@ -78,7 +78,10 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", range(len(REGISTRY)), ids=contract.row_ids())
 @pytest.mark.parametrize(
     ("size", "place", "laws"),
-    [(3, "world", contract.LAWS), (4, "subgroup", [contract.keeps_the_law])],
+    [
+        (3, "world", contract.LAWS),
+        pytest.param(4, "subgroup", [contract.keeps_the_law], marks=pytest.mark.slow),
+    ],
     ids=["world", "subgroup"],
 )
 def test_a_carrier_with_one_motion_carries_every_op_and_every_law(
