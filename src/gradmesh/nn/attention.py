@@ -39,7 +39,6 @@ from gradmesh.autograd.pending import AsyncCollective, runs_async, started
 from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.inputs import check_own_size
-from gradmesh.nn.ring import Send, travel
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.permute import Shift
@@ -53,6 +52,37 @@ from gradmesh.transport.run import constants
 from gradmesh.verbs.call import Call, SizesLike, integer
 
 __all__ = ["ring_attention", "ulysses_attention"]
+
+
+Send = Callable[[int, Sequence[Tensor]], list[Callable[[], Tensor]]]
+"""Starts to send tensors to the next rank, after a number of hops; returns functions that wait for those received."""
+
+
+def travel(
+    ranks: int,
+    block: Sequence[Tensor],
+    work: Callable[[int, Sequence[Tensor]], Iterable[Tensor]],
+    combine: Callable[[Tensor, Tensor], Tensor],
+    send: Send,
+    send_sums: Send,
+) -> list[Tensor]:
+    """Send each rank's block around the ring, and return the sums over all ranks that belong to this rank's block.
+
+    `work` computes this rank's terms of the sums of a block, from the number of hops and the block; `combine` adds
+    them, its second argument, to the sums of the ranks before it. Each transfer starts before the work that overlaps.
+    """
+    coming: list[Callable[[], Tensor]] = []
+    for hop in range(ranks):
+        following = send(hop, block) if hop < ranks - 1 else []
+        sums = list(work(hop, block))
+        if coming:
+            sums = [combine(wait(), term) for wait, term in zip(coming, sums, strict=True)]
+        if ranks == 1:
+            return sums
+        coming = send_sums(hop, sums)
+        del sums  # free the memory before the next block arrives
+        block = [wait() for wait in following]
+    return [wait() for wait in coming]
 
 
 class Piece(NamedTuple):

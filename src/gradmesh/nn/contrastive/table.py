@@ -28,8 +28,8 @@ from typing_extensions import override
 from gradmesh._torch import transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
+from gradmesh.nn.attention import travel
 from gradmesh.nn.inputs import check_own_size, upcast
-from gradmesh.nn.ring import travel
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose, rank_state
 from gradmesh.transport import compiling
