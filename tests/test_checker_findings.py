@@ -20,7 +20,7 @@ PLACE = Place("train.py", 7, "step", "loss.backward()")
 def test_rules_are_in_the_order_of_their_ids_and_each_id_and_name_stands_once() -> None:
     assert list(RULES) == sorted(RULES)
     assert all(RULES[rule.id] is rule for rule in RULES.values())
-    assert len({rule.name for rule in RULES.values()}) == len(RULES) == 27
+    assert len({rule.name for rule in RULES.values()}) == len(RULES)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
