@@ -181,7 +181,9 @@ def _without_groups_of_the_test_before(run: Callable[..., Any]) -> Callable[...,
         kept.extend(() if kept else groups)
         for name, group in groups.items():
             own = name in kept or name.startswith(tuple(f"{other} " for other in kept))
-            if not own and not group.group_desc.startswith("mesh"):  # DTensor caches meshes, and finds groups by name
+            if not own and not group.group_desc.startswith(
+                "mesh"
+            ):  # DTensor caches meshes, and finds groups by name
                 dist.destroy_process_group(group)
         return run(*args)
 

@@ -27,6 +27,7 @@ class Script:
         cut: ends of the names of the parameters that are not the same on the ranks because each has a part.
         steps: of an optimizer until what is wrong is there; None for two.
         timeout: the seconds after which a script that hangs may be ended.
+        report: the public report of the fault in another project, if it is one.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Script:
     cut: tuple[str, ...]
     steps: int | None
     timeout: float | None
+    report: str | None
 
     @property
     def name(self) -> str:
@@ -51,7 +53,7 @@ def read(path: Path) -> Script:
     lines = path.read_text().splitlines()
     facts = {}
     for line in lines:
-        found = re.fullmatch(r"# (about|ranks|expect|also|twin|cut|timeout|steps): (.+)", line)
+        found = re.fullmatch(r"# (about|ranks|expect|also|twin|cut|timeout|steps|report): (.+)", line)
         if found is None:
             break
         facts[found[1]] = found[2]
@@ -66,6 +68,7 @@ def read(path: Path) -> Script:
         tuple(facts.get("cut", "").split()),
         int(facts["steps"]) if "steps" in facts else None,
         float(facts["timeout"]) if "timeout" in facts else None,
+        facts.get("report"),
     )
 
 

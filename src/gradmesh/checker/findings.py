@@ -229,8 +229,9 @@ _ALL = (
         "GM205",
         "clipped-alone",
         "error",
-        "Gradients are scaled by a number that differs from rank to rank.",
-        "The norm was taken over this rank's gradients only, so each rank scales by another factor. The parts of a "
+        "Gradients are scaled by a norm that is not the whole model's, or that differs from rank to rank.",
+        "The norm leaves out shards or experts of other ranks, or counts what ranks have copies of several times. Where "
+        "it is over this rank's gradients only, each rank scales by another factor. The parts of a "
         "sharded gradient then point in a direction that is not the gradient's, and copies of a replicated "
         "parameter diverge. Where ranks clip their own gradients, by norm or by value, before these are averaged, "
         "the average is not the gradient of the objective.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -392,34 +392,70 @@ _OF_SCALES = (
 )
 
 
-def copies_in_norm(context: Context) -> list[Finding]:
-    """A norm that gradients are multiplied by, and that counts what ranks have copies of once for each of them."""
-    events = context.events(0)
-    scaled = {e.name: e for e in events if isinstance(e, Scaled) and e.own and not e.by}
-    if not scaled or any(got.parts[0].param.whole for got in context.got):
+def miscounted_norms(context: Context) -> list[Finding]:
+    """A norm that gradients are multiplied by, and that counts copies several times, or leaves out a part."""
+    scaled = [
+        {e.name: e for e in part if isinstance(e, Scaled) and e.own and not e.by}
+        for part in context.segment.parts
+    ]
+    if not scaled[0] or any(got.parts[0].param.whole for got in context.got):
         return []
-    total = once = 0.0
+    squares: list[
+        tuple[str, dict[int, float], bool]
+    ] = []  # name, by rank, whether the ranks have other entries
     for got in context.got:
-        squares = [
-            float(in_double(part.param.grad).square().sum())
+        own = {
+            part.rank: float(in_double(part.param.grad).square().sum())
             for part in got.parts
-            if part.param.grad is not None and got.name in scaled
-        ]
-        cut = any(part.covered is not None for part in got.parts)  # each rank has other entries of it
-        total, once = total + sum(squares), once + (sum(squares) if cut else max(squares, default=0.0))
-    for event in (e for e in events if isinstance(e, Sent) and e.phase == "apart"):
-        found = event.total
-        counts = found and total > 1.01 * once and abs(found - total) < 1e-4 * total
-        if found and counts and _is_clipped_by(context.tapes[0], event.site, found, scaled.values()):
-            first = next(iter(scaled.values()))
+            if part.param.grad is not None
+            and {got.name, *(f"#{number}" for number in part.ids)} & scaled[part.rank].keys()
+        }
+        if own:
+            squares.append((got.name, own, any(part.covered is not None for part in got.parts)))
+    once = sum(sum(own.values()) if cut else max(own.values()) for _, own, cut in squares)
+    for event in (e for e in context.events(0) if isinstance(e, Sent) and e.phase == "apart" and e.total):
+        found = event.total or 0.0
+        if abs(found - once) < 3e-4 * once:
+            continue
+        how = next(
+            (said for said, sum_ in _miscounts(squares, once) if abs(found - sum_) < 3e-5 * sum_), None
+        )
+        if how is not None and _is_clipped_by(context.tapes[0], event.site, found, scaled[0].values()):
+            first = next(iter(scaled[0].values()))
             said = (
                 f"gradients are multiplied by {first.factor:.4g}, and the sum over the ranks of squared norms, "
-                f"{found:.4g}, counts parameters that ranks have copies of once for each rank: the gradient's squared "
-                f"norm is {once:.4g}"
+                f"{found:.6g}, {how}: the gradient's squared norm is {once:.6g}"
             )
             place, began = context.place(0, first.site), context.place(0, event.site)
             return [finding("GM205", said, place, began, range(len(context.tapes)), remedy=_OF_COPIES)]
     return []
+
+
+def _miscounts(
+    squares: Sequence[tuple[str, dict[int, float], bool]], once: float
+) -> Iterator[tuple[str, float]]:
+    """What a sum of squared norms may count wrongly, and what it comes to."""
+    copies = {
+        name: sum(own.values()) - max(own.values()) for name, own, cut in squares if not cut and len(own) > 1
+    }
+    yield "counts parameters that ranks have copies of once for each rank", once + sum(copies.values())
+    yield from (
+        (f"counts {name}, which ranks have copies of, once for each rank", once + more)
+        for name, more in copies.items()
+    )
+    shards: dict[str, dict[int, float]] = {}
+    for name, own, cut in squares:
+        if cut or len(own) == 1:
+            shards.setdefault(name, {}).update(own)
+    everywhere = {
+        rank: sum(own.get(rank, 0.0) for own in shards.values() if len(own) > 1)
+        for rank in sorted({rank for own in shards.values() for rank in own})
+    }
+    for name, own in [*shards.items(), ("all parameters of one rank alone", everywhere)]:
+        if len(own) > 1:
+            for rank, square in own.items():
+                yield f"has {name} of rank {rank} only", once - sum(own.values()) + square
+            yield f"leaves out {name}", once - sum(own.values())
 
 
 def _is_clipped_by(tape: Tape, site: int, total: float, scaled: Iterable[Scaled]) -> bool:
@@ -631,7 +667,14 @@ def notes_on_averages(context: Context) -> list[str]:
 def means_of_means(context: Context) -> list[Finding]:
     """Each rank, or micro-batch, takes a mean over its entries, of which each has its number, and they count alike."""
     ranks = range(len(context.tapes))
-    if context.truth.different < len(ranks):
+    weights = {
+        e.factor for part in context.segment.parts for e in part if isinstance(e, Scaled) and not e.own
+    }
+    if (
+        context.truth.different < len(ranks)
+        or len(weights) > 1  # each rank's gradients are weighted
+        or any(got.kind not in ("right", "unused") for got in context.got)
+    ):
         return []
     means = [_means_of(context, rank) for rank in ranks]
     every = [mean for each in means for mean in each]

@@ -23,9 +23,9 @@ from gradmesh.checker.judging.context import (
     with_text,
 )
 from gradmesh.checker.judging.gradients import (
-    copies_in_norm,
     faults_of_gradients,
     means_of_means,
+    miscounted_norms,
     notes_on_averages,
     repeated_terms,
     scaled_alone,
@@ -398,7 +398,7 @@ def _judged_step(
         )
         return found
     followed.append(number)
-    alone = scaled_alone(context) or copies_in_norm(context)
+    alone = scaled_alone(context) or miscounted_norms(context)
     if alone:
         return [*found, *alone]  # what else differs may come of it
     if wrong and not apart:
