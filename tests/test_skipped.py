@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def on_cpu(module: nn.Module, original: bool) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, device_id="cpu", use_orig_params=original)
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=original)
 
 
 def wrapped(model: Model, how: str) -> nn.Module:

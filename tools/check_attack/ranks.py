@@ -42,7 +42,7 @@ class Ran:
 
 def script_at(path: Path, ranks: int) -> Script:
     """A script as the player of scripts takes it."""
-    return Script(path, "", ranks, None, frozenset(), (), None, (), None, None)
+    return Script(path, "", ranks, None, frozenset(), (), None, (), None, None, None)
 
 
 def trained(path: Path, ranks: int, by_values: bool = False) -> list[Ran] | None:

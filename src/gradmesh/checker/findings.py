@@ -230,9 +230,9 @@ _ALL = (
         "clipped-alone",
         "error",
         "Gradients are scaled by a norm that is not the whole model's, or that differs from rank to rank.",
-        "The norm leaves out shards or experts of other ranks, or counts what ranks have copies of several times. Where "
-        "it is over this rank's gradients only, each rank scales by another factor. The parts of a "
-        "sharded gradient then point in a direction that is not the gradient's, and copies of a replicated "
+        "The norm leaves out shards or experts of other ranks, or counts what ranks have copies of several times. "
+        "Where it is over this rank's gradients only, each rank scales by another factor. The parts of a sharded "
+        "gradient then point in a direction that is not the gradient's, and copies of a replicated "
         "parameter diverge. Where ranks clip their own gradients, by norm or by value, before these are averaged, "
         "the average is not the gradient of the objective.",
         "Call gm.nn.clip_grad_norm_, which takes the norm of the whole model; or sum the squared norms of the shards "

@@ -667,12 +667,11 @@ def notes_on_averages(context: Context) -> list[str]:
 def means_of_means(context: Context) -> list[Finding]:
     """Each rank, or micro-batch, takes a mean over its entries, of which each has its number, and they count alike."""
     ranks = range(len(context.tapes))
-    weights = {
-        e.factor for part in context.segment.parts for e in part if isinstance(e, Scaled) and not e.own
-    }
+    parts = context.segment.parts
     if (
         context.truth.different < len(ranks)
-        or len(weights) > 1  # each rank's gradients are weighted
+        or len({e.factor for part in parts for e in part if isinstance(e, Scaled) and not e.own})
+        > 1  # weighted
         or any(got.kind not in ("right", "unused") for got in context.got)
     ):
         return []
@@ -689,7 +688,7 @@ def means_of_means(context: Context) -> list[Finding]:
         for rank, each in enumerate(means)
     ]
     weights = sorted(1 / (context.expected * every[0][1] / count) for count in (min(counts), max(counts)))
-    parts = [
+    clauses = [
         f"the loss is a mean over {', '.join(shown[:4])} entries",
         f"times {every[0][1]:.6g}" if abs(every[0][1] - 1) > _NEAR else "",
         f"gradients are accumulated over {max(map(len, means))} backward passes"
@@ -698,7 +697,7 @@ def means_of_means(context: Context) -> list[Finding]:
         f"and multiplied by {context.expected:.6g} over {len(ranks)} ranks" if len(ranks) > 1 else "",
     ]
     said = (
-        f"{', '.join(part for part in parts if part)}: an entry counts 1/{weights[0]:.6g} or 1/{weights[1]:.6g}, "
+        f"{', '.join(clause for clause in clauses if clause)}: an entry counts 1/{weights[0]:.6g} or 1/{weights[1]:.6g}, "
         f"depending on where it is, and 1/{sum(counts)} in the mean over all {sum(counts)} entries"
     )
     return [
