@@ -688,17 +688,17 @@ def means_of_means(context: Context) -> list[Finding]:
         for rank, each in enumerate(means)
     ]
     weights = sorted(1 / (context.expected * every[0][1] / count) for count in (min(counts), max(counts)))
-    clauses = [
+    clauses = (
         f"the loss is a mean over {', '.join(shown[:4])} entries",
         f"times {every[0][1]:.6g}" if abs(every[0][1] - 1) > _NEAR else "",
         f"gradients are accumulated over {max(map(len, means))} backward passes"
         if max(map(len, means)) > 1
         else "",
         f"and multiplied by {context.expected:.6g} over {len(ranks)} ranks" if len(ranks) > 1 else "",
-    ]
+    )
     said = (
-        f"{', '.join(clause for clause in clauses if clause)}: an entry counts 1/{weights[0]:.6g} or 1/{weights[1]:.6g}, "
-        f"depending on where it is, and 1/{sum(counts)} in the mean over all {sum(counts)} entries"
+        f"{', '.join(filter(None, clauses))}: an entry counts 1/{weights[0]:.6g} or 1/{weights[1]:.6g}, depending "
+        f"on where it is, and 1/{sum(counts)} in the mean over all {sum(counts)} entries"
     )
     return [
         finding("GM111", said, context.place(0, every[0][2]), context.place(0, context.root_site(0)), ranks)
