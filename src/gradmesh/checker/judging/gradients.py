@@ -673,6 +673,7 @@ def means_of_means(context: Context) -> list[Finding]:
         or len({e.factor for part in parts for e in part if isinstance(e, Scaled) and not e.own})
         > 1  # weighted
         or any(got.kind not in ("right", "unused") for got in context.got)
+        or any(len(got.parts) < len(ranks) for got in context.got)  # tasks of the ranks' own
     ):
         return []
     means = [_means_of(context, rank) for rank in ranks]
