@@ -48,7 +48,7 @@ class Row:
     def right(self) -> bool:
         """Whether nothing is said of what is right; or a rule is found that is true of what is wrong."""
         if self.script.expected is None:
-            return not self.errors
+            return not self.found
         return self.expected or bool(self.script.also.intersection(self.found))
 
 
@@ -97,7 +97,7 @@ def table(rows: Sequence[Row]) -> str:
         f"the expected rule is found in {sum(row.expected for row in wrong)} of {len(wrong)}, "
         f"another that is true of the script as well in {sum(row.right and not row.expected for row in wrong)}, "
         f"and a line that the script marks in {sum(row.at_line for row in wrong)}; "
-        f"an error in {sum(not row.right for row in right)} of {len(right)} right ones.",
+        f"a finding in {sum(not row.right for row in right)} of {len(right)} right ones.",
         f"A check takes {_spread([row.seconds for row in rows])} s beyond the imports.",
     ]
     reported = [row for row in wrong if row.script.report is not None]
