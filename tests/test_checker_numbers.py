@@ -50,3 +50,49 @@ def test_non_finite_values_are_a_note_not_a_finding(tmp_path: Path) -> None:
     assert verdict.status == "complete"
     assert verdict.findings == ()
     assert any("weight is not finite" in note for note in verdict.notes)
+
+
+NOT_FINITE = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    x = torch.randn(3, 4)
+    x[rank:1] = 0
+    y = model(x)
+    {loss}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (
+            "loss = (y.square().sum(1) * (x.abs().sum(1) > 0)).sqrt().sum()",
+            ("the backward of sqrt", "on rank 0"),
+        ),
+        (
+            "loss = (y * torch.where(y > 9, 1.0, float('nan') if rank else 1.0)).sum()",
+            ("takes a NaN", "on rank 1"),
+        ),
+        ("loss = y.abs().neg().sqrt().sum()", ("sqrt makes a NaN", "on rank 0")),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_placed(
+    loss: str, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NOT_FINITE.format(loss=loss))
+    verdict = check_script(Target(str(script)), ranks=2, steps=2, timeout=60.0)
+    line = NOT_FINITE.splitlines().index("    {loss}") + 1
+    first, *_ = [note for note in verdict.notes if "weight is not finite" in note]
+    assert all(text in first for text in (*expected, f"train.py:{line}"))
+    assert not any(" at " in note for note in verdict.notes if note.startswith("step 2"))

@@ -33,7 +33,6 @@ class Row:
 
     script: Script  # which
     found: tuple[str, ...]  # the rules of its findings, errors first
-    errors: tuple[str, ...]  # those of them that are errors
     at_line: bool  # whether a finding of the expected rule points at a line that the script marks
     notes: int  # how many
     seconds: float  # of the whole check
@@ -80,7 +79,6 @@ def row_of(script: Script, cost: bool = False) -> Row:
     return Row(
         script,
         tuple(dict.fromkeys(finding.rule.id for finding in verdict.findings)),
-        tuple(dict.fromkeys(finding.rule.id for finding in verdict.errors)),
         bool(lines.intersection(script.lines)),
         len(verdict.notes),
         seconds,

@@ -32,6 +32,7 @@ from gradmesh.checker.judging.gradients import (
     scales,
     wrong_ones,
 )
+from gradmesh.checker.judging.origins import first_not_finite
 from gradmesh.checker.judging.parameters import Got, Segment, Truth, gotten, segments, truth_of
 from gradmesh.checker.judging.values import (
     drifted,
@@ -417,7 +418,11 @@ def _judged_step(
         notes.extend(notes_on_averages(context))
     for got in context.got:
         if got.kind == "infinite":
-            notes.append(f"step {number}: the gradient of {got.name} is not finite, and is not compared")
+            first = first_not_finite(context)
+            where = f": {first[2]} at {context.place(*first[:2])}, on rank {first[0]}" if first else ""
+            notes.append(
+                f"step {number}: the gradient of {got.name} is not finite, and is not compared{where}"
+            )
         if got.kind == "unknown":
             notes.append(
                 f"{got.name} is stepped, and it is not seen where it is used: its gradient is not compared"

@@ -192,6 +192,45 @@ def parting(context: Context, wrong: Sequence[Got]) -> Parting | None:
     return next((each for each in found if each is not None), None)
 
 
+def first_not_finite(context: Context) -> tuple[int, int, str] | None:
+    """The first operator with a NaN, or that makes a gradient that is not finite of a finite one: rank, site, how."""
+    try:
+        had = _Had(context)
+        for rank, own in enumerate(had.ranks):
+            if any(bool(x.isnan().any()) for x in own.leaves.values()):
+                return None  # an earlier step has left it there
+            for ran in own.ran:
+                if any(bool(x.isnan().any()) for x, _ in (*ran.ins.values(), *ran.outs)):
+                    taken = any(bool(x.isnan().any()) for x, _ in ran.ins.values())
+                    return rank, ran.op.site, f"{_name(ran.op)} {'takes' if taken else 'makes'} a NaN"
+        for rank, own in enumerate(had.ranks):
+            edges = [
+                edge for ran in own.ran for _, edge in (*ran.outs, *ran.ins.values()) if edge is not None
+            ]
+            found = iter(had.at(rank, edges))
+            states = [
+                [
+                    [_finite(next(found)) for _, e in each if e is not None]
+                    for each in (ran.outs, ran.ins.values())
+                ]
+                for ran in own.ran
+            ]
+            for ran, (outs, ins) in zip(reversed(own.ran), reversed(states), strict=True):
+                if outs and all(outs) and not all(ins):
+                    return rank, ran.op.site, f"the backward of {_name(ran.op)} makes a NaN or an infinity"
+    except (UnfaithfulError, RuntimeError, KeyError):  # what the program had is not known
+        return None
+    return None
+
+
+def _finite(x: Tensor | None) -> bool:
+    return x is None or bool(x.isfinite().all())
+
+
+def _name(op: Op) -> str:
+    return op.name.split(".")[1]
+
+
 @dataclass(slots=True)
 class _Edge:
     """An operator at which copies part, and what it hands back to one of its operands on each rank."""
