@@ -64,6 +64,8 @@ UNLIKE_TWIN = {
     "weights_summed_and_assigned",
     "functional_weights_not_summed",
     "owners_compute_of_their_own",
+    "megatron_sink_outside_of_the_norm",
+    "megatron_tied_embedding_in_the_norm",
 }
 """Scripts whose parameters and gradients show nothing by themselves, but end elsewhere than their twin's."""
 
@@ -158,7 +160,7 @@ def shown(script: Script) -> str | None:
         return "a rank raises" if failed and not played.hung else None
     if failed or played.hung:
         return None
-    if rule in ("GM110", "GM207", "GM208", "GM209", "GM304") or script.name in UNLIKE_TWIN:
+    if rule in ("GM110", "GM111", "GM207", "GM208", "GM209", "GM304") or script.name in UNLIKE_TWIN:
         assert script.twin is not None
         other = play(SCRIPTS[script.twin])
         pairs = zip(played.ranks, other.ranks, strict=True)

@@ -1,6 +1,7 @@
 # about: context-parallel ranks divide by their own number of valid tokens, and gradients are averaged over them
 # ranks: 2
 # expect: GM111
+# twin: token_counts_of_all_ranks
 # report: NVIDIA/Megatron-LM#7452 (9)
 import torch
 import torch.distributed as dist

@@ -1,6 +1,7 @@
 # about: a parameter that is cut over heads counts in the norm of the gradients on one rank only
 # ranks: 2
 # expect: GM205
+# twin: norm_of_heads
 # report: NVIDIA/Megatron-LM#7452 (8)
 from typing import Any
 

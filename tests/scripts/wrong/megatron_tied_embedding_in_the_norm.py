@@ -1,6 +1,7 @@
 # about: a table that the first and the last stage share counts twice in the norm of the gradients
 # ranks: 2
 # expect: GM205
+# twin: norm_of_a_tied_table
 # report: NVIDIA/Megatron-LM#7227
 import torch
 import torch.distributed as dist

@@ -1,6 +1,7 @@
 # about: micro-batches have different numbers of tokens, and their means are accumulated and averaged alike
 # ranks: 2
 # expect: GM111
+# twin: micro_batch_sums
 import torch
 import torch.distributed as dist
 from torch import nn
