@@ -101,6 +101,7 @@ def test_a_mean_of_means_over_uneven_batches_is_a_warning_with_its_counts(tmp_pa
         (UNEVEN, f"{MEAN} * ((6 + 4 * rank) * world / 16)"),
         (UNEVEN, "model(x).square().sum() / 64 * world"),
         (UNEVEN, f"{MEAN} + model(x).abs().mean()"),
+        ("6", "(dist.all_reduce(n := torch.tensor(24.0)), n.div_(world), model(x).square().sum() / n)[2]"),
     ],
 )
 def test_even_batches_and_weighted_means_and_sums_of_terms_get_no_warning(

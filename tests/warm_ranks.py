@@ -25,7 +25,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "MKL", "KMP", "LD_", "MALLOC")  # gradmesh's are read when first needed
@@ -137,12 +137,11 @@ def serve(number: int) -> None:
     import torch
 
     import gradmesh.launch.process_ranks  # noqa: F401
+    import gradmesh_pytest.on_rank  # noqa: F401
     from gradmesh._util.environment import VARIABLES
-    from gradmesh_pytest import on_rank
 
     # The first use of an optimizer imports what takes as long as torch.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).zero_grad()
-    on_rank.run = _without_groups_of_the_test_before(on_rank.run)
     read = [variable.name for variable in VARIABLES if variable.kept]
     assert not read, f"ranks would keep the server's values of {read}"
     gc.collect()
@@ -166,28 +165,6 @@ def serve(number: int) -> None:
             _keep(high, *pickle.loads(request))
         for fd in high:
             os.close(fd)
-
-
-def _without_groups_of_the_test_before(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, after the groups are destroyed that the functions before it have left: threads of Gloo's never rest."""
-    import torch.distributed as dist
-
-    kept: list[
-        str
-    ] = []  # the names of those that the rank had at first; gradmesh's duplicates of them begin alike
-
-    def alone(*args: Any) -> Any:
-        groups = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
-        kept.extend(() if kept else groups)
-        for name, group in groups.items():
-            own = name in kept or name.startswith(tuple(f"{other} " for other in kept))
-            if not own and not group.group_desc.startswith(
-                "mesh"
-            ):  # DTensor caches meshes, and finds groups by name
-                dist.destroy_process_group(group)
-        return run(*args)
-
-    return alone
 
 
 def _keep(

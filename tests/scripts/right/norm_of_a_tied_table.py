@@ -1,4 +1,4 @@
-# about: two stages share a table, which counts once in the norm of the gradients
+# about: gradients are clipped by a norm in which a table that two stages share counts once
 # ranks: 2
 # expect: none
 import torch

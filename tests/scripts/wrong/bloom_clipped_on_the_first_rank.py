@@ -1,7 +1,7 @@
 # about: norms of replicated layers are clipped on the first tensor parallel rank only, and their copies drift apart
 # ranks: 2
-# expect: GM201
-# also: GM205
+# expect: GM205
+# also: GM201
 # report: deepspeedai/DeepSpeed#1801
 from typing import Any
 

@@ -42,14 +42,12 @@ def main() -> None:
     torch.manual_seed(0)
     embed = nn.Linear(WIDTH, WIDTH)
     heads = HEADS // world
-    query, value = (
-        nn.Parameter(torch.randn(HEADS, WIDTH, 3).chunk(world)[rank].clone() / 3) for _ in range(2)
-    )
-    out = nn.Parameter(torch.randn(HEADS, 3, WIDTH).chunk(world)[rank].clone() / 3)
-    sink = nn.Parameter(torch.randn(HEADS).chunk(world)[rank].clone())
+    query, value = (nn.Parameter(torch.randn(HEADS, WIDTH, 3).chunk(world)[rank].clone()) for _ in range(2))
+    out = nn.Parameter(torch.randn(HEADS, 3, WIDTH).chunk(world)[rank].clone())
+    sink = nn.Parameter(torch.randn(HEADS).chunk(world)[rank].clone() + 2)
     parameters = [*embed.parameters(), query, value, out, sink]
     sharded = [query, value, out]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = torch.optim.SGD(parameters, lr=0.3)
     for _ in range(3):
         x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
         h = Copy.apply(embed(x))
@@ -63,7 +61,7 @@ def main() -> None:
         norm = sum(p.grad.square().sum() for p in counted)
         dist.all_reduce(norm)
         for p in parameters:
-            p.grad *= min(1.0, 0.1 / float(norm.sqrt()))  # <- here
+            p.grad *= min(1.0, 1.0 / float(norm.sqrt()))  # <- here
         optimizer.step()
     dist.destroy_process_group()
 

@@ -623,14 +623,17 @@ def _counts_all(value: float, inner: Op | None, context: Context, rank: int, ran
 
 def _totals(context: Context, rank: int) -> set[float]:
     """What sums of one number over the ranks came to."""
-    found = set()
-    for event in context.events(rank):
+    found, events = set(), context.events(rank)
+    changed = {
+        refs(e)[0] for e in events if isinstance(e, Op) and e.name.split(".")[1].endswith("_") and refs(e)
+    }
+    for event in events:
         if isinstance(event, Sent) and event.kind == "all_reduce" and event.reduce in ("sum", ""):
             if event.total is not None:
                 found.add(event.total)
             for number in event.outs if event.followed else ():
                 x = context.tensor(rank, number)
-                if x is not None and x.numel() == 1 and not x.requires_grad:
+                if x is not None and x.numel() == 1 and not x.requires_grad and number not in changed:
                     found.add(float(x))
     return found
 
