@@ -143,7 +143,12 @@ def test_a_division_that_more_ranks_cannot_show_is_a_note(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "loss", [f"{LABELS}.where(labels > rank, -100))", "model(x)[: 3 - rank].sum() / (12 - 4 * rank)"]
+    "loss",
+    [
+        f"{LABELS}.where(labels > rank, -100))",
+        f"{LABELS}.where(labels > rank, -100), reduction='sum') / (labels > rank).sum()",
+        "model(x)[: 3 - rank].sum() / (12 - 4 * rank)",
+    ],
 )
 def test_counts_of_labels_and_of_a_sum_that_is_divided_are_found(tmp_path: Path, loss: str) -> None:
     assert "in the mean over all" in warned(tmp_path, loss=loss)

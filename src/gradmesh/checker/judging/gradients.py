@@ -649,8 +649,8 @@ def number_in(context: Context, rank: int, op: Op) -> float | None:
 
 
 _MEANS = {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"}
-_MEAN_REDUCTION = 1
-"""torch's number for reduction="mean"."""
+_MEAN_REDUCTION, _SUM_REDUCTION = 1, 2
+"""torch's numbers for reduction="mean" and "sum"."""
 
 
 def notes_on_averages(context: Context) -> list[str]:
@@ -682,18 +682,19 @@ def means_of_means(context: Context) -> list[Finding]:
     means = [_means_of(context, rank) for rank in ranks]
     every = [mean for each in means for mean in each]
     places = {
-        context.place(rank, site) for rank, each in zip(ranks, means, strict=True) for _, _, site in each
+        context.place(rank, site) for rank, each in zip(ranks, means, strict=True) for _, _, site, _ in each
     }
-    counts, factors = [count for count, _, _ in every], {round(factor, 9) for _, factor, _ in every}
+    counts, factors = [count for count, _, _, _ in every], {round(factor, 9) for _, factor, _, _ in every}
     if not all(means) or len(places) > 1 or len(factors) > 1 or len(set(counts)) == 1:
         return []
     shown = [
-        f"{' + '.join(str(count) for count, _, _ in each[:4])} on rank {rank}"
+        f"{' + '.join(str(count) for count, _, _, _ in each[:4])} on rank {rank}"
         for rank, each in enumerate(means)
     ]
     weights = sorted(1 / (context.expected * every[0][1] / count) for count in (min(counts), max(counts)))
+    whole = max(map(len, means)) == 1 or all(is_mean for *_, is_mean in every)
     clauses = (
-        f"the loss is a mean over {', '.join(shown[:4])} entries",
+        f"the loss is {'a mean over' if whole else 'divided by'} {', '.join(shown[:4])}{' entries' * whole}",
         f"times {every[0][1]:.6g}" if abs(every[0][1] - 1) > _NEAR else "",
         f"gradients are accumulated over {max(map(len, means))} backward passes"
         if max(map(len, means)) > 1
@@ -702,15 +703,15 @@ def means_of_means(context: Context) -> list[Finding]:
     )
     said = (
         f"{', '.join(filter(None, clauses))}: an entry counts 1/{weights[0]:.6g} or 1/{weights[1]:.6g}, depending "
-        f"on where it is, and 1/{sum(counts)} in the mean over all {sum(counts)} entries"
+        f"on where it is{f', and 1/{sum(counts)} in the mean over all {sum(counts)} entries' * whole}"
     )
     return [
         finding("GM111", said, context.place(0, every[0][2]), context.place(0, context.root_site(0)), ranks)
     ]
 
 
-def _means_of(context: Context, rank: int) -> list[tuple[int, float, int]]:
-    """What each backward of a rank begins with, as a mean: its number of entries, factor and line; else none."""
+def _means_of(context: Context, rank: int) -> list[tuple[int, float, int, bool]]:
+    """What each backward of a rank begins with, as a mean, see `_mean_of`; else none."""
     events = context.events(rank)
     made = {out: event for event in events if isinstance(event, Op) for out in event.outs}
     found = [_mean_of(context, rank, event.id, made) for event in events if isinstance(event, Root)]
@@ -720,8 +721,8 @@ def _means_of(context: Context, rank: int) -> list[tuple[int, float, int]]:
 
 def _mean_of(
     context: Context, rank: int, number: int, made: Mapping[int, Op]
-) -> tuple[int, float, int] | None:
-    """Over how many entries a loss is a mean, its factor, and the line; None for another kind of loss."""
+) -> tuple[int, float, int, bool] | None:
+    """Over how many entries a loss is a mean, its factor, line, and whether it is no sum with a divisor; else None."""
     factor = 1.0
     for _ in range(6):
         op = made.get(number)
@@ -733,14 +734,16 @@ def _mean_of(
             x = context.tensor(
                 rank, op.outs[1]
             )  # what its entries weigh: those of ignore_index are not counted
-            return None if x is None else (int(x), factor, op.site)
+            return None if x is None else (int(x), factor, op.site, True)
         if (name == "mean" and len(op.args) == 1) or (
             name in _MEANS - {"mean"} and (len(op.args) < 3 or op.args[2] == _MEAN_REDUCTION)
         ):
-            return None if x is None else (x.numel(), factor, op.site)
+            return None if x is None else (x.numel(), factor, op.site, True)
         value = number_in(context, rank, op)
-        if name == "sum" and len(op.args) == 1 and abs(1 / factor - round(1 / factor)) < 1e-4:
-            return round(1 / factor), 1.0, op.site
+        place = {"sum": 1, "nll_loss_forward": 3}.get(name, 2 if name in _MEANS else 9)
+        summed = op.args[place:] == () if name == "sum" else op.args[place : place + 1] == (_SUM_REDUCTION,)
+        if summed and abs(1 / factor - round(1 / factor)) < 1e-4:
+            return round(1 / factor), 1.0, op.site, False
         if name in ("mul", "div") and value:
             factor *= value if name == "mul" else 1 / value
         elif name not in ("view", "alias", "clone", "squeeze"):
