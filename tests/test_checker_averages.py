@@ -146,7 +146,7 @@ def test_a_division_that_more_ranks_cannot_show_is_a_note(tmp_path: Path) -> Non
     "loss",
     [
         f"{LABELS}.where(labels > rank, -100))",
-        f"{LABELS}.where(labels > rank, -100), reduction='sum') / (labels > rank).sum()",
+        f"{LABELS}.where(labels >= rank, -100), reduction='sum') / (labels >= rank).sum()",
         "model(x)[: 3 - rank].sum() / (12 - 4 * rank)",
     ],
 )
