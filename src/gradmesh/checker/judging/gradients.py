@@ -722,7 +722,7 @@ def _means_of(context: Context, rank: int) -> list[tuple[int, float, int, bool]]
 def _mean_of(
     context: Context, rank: int, number: int, made: Mapping[int, Op]
 ) -> tuple[int, float, int, bool] | None:
-    """Over how many entries a loss is a mean, factor, line, and whether it is taken as a mean; None for another loss."""
+    """Over how many entries a loss is a mean, its factor, its line, and False for a sum with a divisor; else None."""
     factor = 1.0
     for _ in range(6):
         op = made.get(number)
