@@ -139,8 +139,8 @@ def test_a_wrapped_module_cannot_be_skipped_without_an_example(threads: Ranks) -
 @pytest.mark.parametrize(
     ("module", "inputs", "problem"),
     [
-        (nn.Tanh(), (), "no parameters"),
-        (nn.Identity(), ([],), "no tensor"),
+        (nn.Tanh(), (), r"no parameters[\s\S]*leave out the call"),
+        (nn.Identity(), ([],), r"no tensor[\s\S]*pass an example"),
         (nn.ParameterList([torch.zeros(1)]), (), None),
         (nn.Sequential(nn.Linear(1, 1), nn.Threshold(1, 0)), (torch.zeros(1, 1),), None),
     ],
@@ -162,7 +162,7 @@ class Detached(nn.Linear):
 
 
 def test_a_result_that_is_detached_is_an_error_unless_gradients_are_off() -> None:
-    with pytest.raises(gm.ArgumentError, match="no tensor that requires grad"):
+    with pytest.raises(gm.ArgumentError, match=r"no tensor that requires grad[\s\S]*not detached"):
         gm.nn.skipped(Detached(2, 2), torch.zeros(1, 2))
     with torch.no_grad():
         zero = gm.nn.skipped(Detached(2, 2), torch.zeros(1, 2))

@@ -50,7 +50,7 @@ UNDIFFERENTIATED = {
     "summed_and_assigned_in_turn": "steps without an optimizer",
     "local_steps_of_masters": "an optimizer of copies, and bfloat16",
     "functional_sgd": "steps without an optimizer",
-    "norm_of_heads": "parameters cut over the ranks that have no names",
+    "norm_of_heads": "sharded parameters that have no names",
     "norm_of_a_tied_table": "stages with other parameters on each rank",
     "private_gradients": "gradients by torch.func, clipped by sample",
     "copy_adapted_by_each_rank": "gradients of copies that each rank adapts by itself",

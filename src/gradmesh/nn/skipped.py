@@ -7,7 +7,7 @@ a bucket once its parameters have gradients. A rank that skips the module leaves
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -53,27 +53,33 @@ def skipped(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         tensor([[0., 0., 0.]])
     """
     if args or kwargs:
-        used, problem = list(tensors_in(module(*args, **kwargs))), "its result for the example has no tensor"
-    else:
-        if any(isinstance(part, _wrappers()) for part in module.modules()):
-            _refuse(
-                module,
-                "it has parts in FSDP or DDP, which send when they are called",
-                "pass an example of the module's input: gm.nn.skipped(module, torch.zeros(1, ...))",
-            )
-        # FSDP1 puts views of its flat parameter among the attributes, where module.parameters() has none.
+        used = list(tensors_in(module(*args, **kwargs)))
+    elif any(isinstance(part, _wrappers()) for part in module.modules()):
+        _refuse(
+            module,
+            "it has parts in FSDP or DDP, which send when they are called",
+            "pass an example of the module's input: gm.nn.skipped(module, torch.zeros(1, ...))",
+        )
+    else:  # FSDP1 puts views of its flat parameter among the attributes, where module.parameters() has none
         attributes = [value for part in module.modules() for value in vars(part).values()]
         found = (x for x in (*module.parameters(), *attributes) if isinstance(x, Tensor))
-        used, problem = list({id(x): x for x in found}.values()), "it has no parameters"
-    trained = [x for x in used if x.requires_grad]
-    if used and not trained and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-        used, problem = (
-            [],
-            "its result for the example has no tensor that requires grad, and its parameters do",
-        )
+        used = list({id(x): x for x in found}.values())
+        if not used:
+            _refuse(module, "it has no parameters", "leave out the call: such a module needs none")
     if not used:
-        _refuse(module, problem, "leave out the call where the module has no parameters that are trained")
-    zero = torch.zeros((), dtype=_dtype(trained or used), device=used[0].device)
+        _refuse(
+            module, "its result for the example has no tensor", "pass an example for which it returns tensors"
+        )
+    trained = [x for x in used if x.requires_grad]
+    if not trained and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        _refuse(
+            module,
+            "its result for the example has no tensor that requires grad, and its parameters do",
+            "pass an example whose result depends on the parameters, and is not detached",
+        )
+    # In a dtype that leaves a loss's as it is when it is added.
+    dtype = next((x.dtype for x in trained or used if x.is_floating_point()), torch.float32)
+    zero = torch.zeros((), dtype=dtype, device=used[0].device)
     for x in trained:
         local: Tensor = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
         none = local.reshape(-1)[:0].sum()  # of no element, so that no value is used, be it NaN
@@ -83,17 +89,9 @@ def skipped(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def _wrappers() -> tuple[type, ...]:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes long
-    return (
-        DistributedDataParallel,
-        *(() if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)),
-    )
+    return (DistributedDataParallel, *((fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()))
 
 
-def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    """A dtype that leaves a loss's as it is when a zero of it is added."""
-    return next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
-
-
-def _refuse(module: nn.Module, problem: str, remedy: str) -> None:
+def _refuse(module: nn.Module, problem: str, remedy: str) -> NoReturn:
     text = f"{type(module).__name__} cannot be skipped: {problem}"
     raise ArgumentError(message(text, op="nn.skipped", remedy=remedy))

@@ -1,4 +1,4 @@
-# about: gradients are clipped by a norm of parameters cut over heads, and of what every rank has a copy of
+# about: gradients are clipped by a norm of parameters sharded over heads, and of what every rank has a copy of
 # ranks: 2
 # expect: none
 from typing import Any

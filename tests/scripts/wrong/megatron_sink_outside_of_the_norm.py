@@ -1,4 +1,4 @@
-# about: a parameter that is cut over heads counts in the norm of the gradients on one rank only
+# about: a parameter that is sharded over heads counts in the norm of the gradients on one rank only
 # ranks: 2
 # expect: GM205
 # twin: norm_of_heads

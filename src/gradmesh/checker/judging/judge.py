@@ -416,10 +416,10 @@ def _judged_step(
         )
         found += repeated_terms(context) or means_of_means(context)
         notes.extend(notes_on_averages(context))
+    first = first_not_finite(context) if any(got.kind == "infinite" for got in context.got) else None
+    where = f": {first[2]} at {context.place(*first[:2])}, on rank {first[0]}" if first else ""
     for got in context.got:
         if got.kind == "infinite":
-            first = first_not_finite(context)
-            where = f": {first[2]} at {context.place(*first[:2])}, on rank {first[0]}" if first else ""
             notes.append(
                 f"step {number}: the gradient of {got.name} is not finite, and is not compared{where}"
             )
