@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from gradmesh.launch import process_ranks
 from gradmesh_pytest.running import World
-from tests.warm_ranks import Processes
+from tests.warm_ranks import Processes, read_at_import
 
 pytest.register_assert_rewrite("tests.contract")
 
@@ -72,6 +73,16 @@ def _warm() -> Iterator[Processes]:
         )
         yield warm
     warm.close()
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A variable that torch sets for itself, as inductor's cache, would have every later rank start as a new interpreter."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        if read_at_import(name):
+            del os.environ[name]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
-from gradmesh.backends.process_group import FLAGS
+from gradmesh.backends.own_group import FLAGS
 from gradmesh.runtime.mesh import axis
 from gradmesh.transport import call_checks as places
 from gradmesh.transport.call_checks import (

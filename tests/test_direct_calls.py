@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.process_group import CallCheck, OwnGroup
+from gradmesh.backends.own_group import CallCheck, OwnGroup
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
 from tests.seldom import seldom

@@ -33,9 +33,13 @@ _HIGH = 300
 """Received descriptors are moved above this number, so that they do not occupy one that a rank expects."""
 
 
+def read_at_import(name: str) -> bool:
+    """Whether imports read this variable of the environment; one that was changed since needs a new interpreter."""
+    return name.startswith(_READ_AT_IMPORT)
+
+
 def _imported(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are read by imports; one that was changed since needs a new interpreter."""
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    return {name: value for name, value in environment.items() if read_at_import(name)}
 
 
 class WarmProcess:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from gradmesh.backends.process_group import OwnGroup
+from gradmesh.backends.own_group import OwnGroup
 
 torch_distributed: Any = dist
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")

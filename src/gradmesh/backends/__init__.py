@@ -2,9 +2,9 @@
 
 Both are pure Python subclasses of torch's `ProcessGroup`. They share:
 
-    process_group.py  OwnGroup: the interface of a group for torch.distributed and for gradmesh's data path; torch's
-                      `Work` of a pending call, several works as one, and futures; reductions and errors of both;
-                      the names under which torch's versions call a group's methods
+    own_group.py  OwnGroup: the interface of a group for torch.distributed and for gradmesh's data path; torch's
+                  `Work` of a pending call, several works as one, and futures; reductions and errors of both;
+                  the names under which torch's versions call a group's methods
 """
 
 from __future__ import annotations

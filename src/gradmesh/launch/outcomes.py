@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from gradmesh._util.call_sites import PARSING, shortened
-from gradmesh.backends.process_group import RETURNED_REMEDY
+from gradmesh.backends.own_group import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
 from gradmesh.runtime.mesh import TIMEOUT
 

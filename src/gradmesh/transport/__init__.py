@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gradmesh._torch import compiling
-from gradmesh.backends.process_group import OwnGroup, group_cache
+from gradmesh.backends.own_group import OwnGroup, group_cache
 from gradmesh.ops.transport import Transport
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import INSTALLED, instruments

@@ -57,7 +57,7 @@ from torch import Tensor
 from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
-from gradmesh.backends.process_group import FLAGS, RETURNED_REMEDY, CallCheck
+from gradmesh.backends.own_group import FLAGS, RETURNED_REMEDY, CallCheck
 from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
 from gradmesh.ops.transport import dense, flattened
 from gradmesh.runtime.mesh import Axis
@@ -90,7 +90,7 @@ class BitField(NamedTuple):
         return flags >> self.shift & self.most
 
 
-# The flags of a call: at most the bits of `gradmesh.backends.process_group.FLAGS`, which the ranks exchange with the
+# The flags of a call: at most the bits of `gradmesh.backends.own_group.FLAGS`, which the ranks exchange with the
 # hash of the call and do not compare.
 NEEDS_BACKWARD = 1 << 0
 """This rank will run the call's backward."""

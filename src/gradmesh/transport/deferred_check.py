@@ -19,6 +19,25 @@ The connections are made over TCP rather than by a process group, since a collec
 time, and its thread could not be stopped. The first rank with a deferred call is the hub; its address and a random
 token, which every connection has to send first, are in the store of the process group. If its process ends before the
 others', the next one takes its place.
+
+A message is a JSON object, recognised by the key that only it has, and bytes. A rank sends:
+
+    token      first of all: its `rank`, and the ranks that it knows to be `gone`
+    post       logs with new calls (name, first call, number of calls, members; the digests follow as bytes);
+               whether it waits to `step`; how many functions were `launched`
+    blocked    whether it is blocked, when that changes
+    words      the answer to `ask`: each call as text, `where` its threads are, the `ends` of its connections
+    returned   how many launched functions have returned
+    bye        how it ends, last of all
+
+and the hub:
+
+    agreed     for each log, how many calls were compared; with `step`, the rank may step
+    ask        describe these calls, because they differ or a rank is blocked
+    notice     a text to print: for whom the rank waits
+    mismatch   the first call that differs, with every rank's words: the rank's error
+    hang       what every blocked rank waits for: the rank's error
+    closing    the hub ends and another one takes its place; failed: it has ended with this error
 """
 
 from __future__ import annotations
@@ -48,7 +67,7 @@ from gradmesh import _torch
 from gradmesh._util.call_sites import call_site, is_of_the_program, stack_of
 from gradmesh._util.environment import HANG
 from gradmesh.backends import threads
-from gradmesh.backends.process_group import FLAGS
+from gradmesh.backends.own_group import FLAGS
 from gradmesh.errors import CheckWarning, DeadlockError, MismatchError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state

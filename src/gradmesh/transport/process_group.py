@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import functional
-from gradmesh.backends.process_group import FLAGS, OwnGroup, OwnWork
+from gradmesh.backends.own_group import FLAGS, OwnGroup, OwnWork
 from gradmesh.ops.transport import Transport, as_flat, dense, flattened
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import RankState, rank_state

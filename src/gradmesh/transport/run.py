@@ -12,7 +12,7 @@ from torch import Tensor
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
 from gradmesh._util.structure import Packed
-from gradmesh.backends.process_group import OwnGroup
+from gradmesh.backends.own_group import OwnGroup
 from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Transport
 from gradmesh.runtime.checking import DEFERRED, FULL, check_level

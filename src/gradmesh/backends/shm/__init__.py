@@ -14,7 +14,7 @@ The modules, bottom up:
   epochs. In the first one the ranks also publish the call's hash; if hashes differ, all ranks raise.
   A rank waits by polling a few hundred times and then sleeping. The engine of a group has the queue of pending calls;
   all engines of a process are advanced by any waiting thread, otherwise by the progress thread.
-* `collectives` copies tensors into shared memory and out of it, for each collective, as generators that yield to wait.
+* `data_path` copies tensors into shared memory and out of it, for each collective, as generators that yield to wait.
   With more than two ranks, large sums are a reduce-scatter and an all-gather (Rabenseifner 2004). Sums are in rank
   order, so that results are bitwise identical on every rank. Its `DirectCalls` are gradmesh's data path, which bypasses
   queue and works if one chunk is enough. Both are interchangeable between ranks.
@@ -28,7 +28,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-from gradmesh.backends.process_group import timeout_of_group
+from gradmesh.backends.own_group import timeout_of_group
 from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.shm.shared_memory import Segment, run

@@ -47,7 +47,7 @@ from typing_extensions import override
 
 from gradmesh import _torch
 from gradmesh._util.call_sites import Site, call_site, origin
-from gradmesh.backends.process_group import (
+from gradmesh.backends.own_group import (
     FLAGS,
     SAME_CALLS,
     CallCheck,

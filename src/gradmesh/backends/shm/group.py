@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh._util.call_sites import show_tensors
-from gradmesh.backends.process_group import CallCheck, OwnWork, Tensors, reduction, refusal
-from gradmesh.backends.shm import collectives
-from gradmesh.backends.shm.collectives import (
+from gradmesh.backends.own_group import CallCheck, OwnWork, Tensors, reduction, refusal
+from gradmesh.backends.shm import data_path
+from gradmesh.backends.shm.data_path import (
     REDUCTION_NUMBER,
     DirectCalls,
     Results,
@@ -98,12 +98,12 @@ class ShmGroup(DirectCalls):
             if tensor.layout is torch.sparse_coo and tensor.is_cpu and op == "SUM":
                 numbers = len(tensors), DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
                 three = [self._call("sparse_all_reduce", shown, *numbers, part) for part in range(3)]
-                calls.append(collectives.sparse_all_reduce(three, tensor))
+                calls.append(data_path.sparse_all_reduce(three, tensor))
                 continue
             flat = after.flat(tensor, keep=True)
             reducible(flat, op)
             call = self._call("all_reduce", shown, len(tensors), *facts(flat), REDUCTION_NUMBER[op])
-            calls.append(collectives.all_reduce(call, flat, flat, op))
+            calls.append(data_path.all_reduce(call, flat, flat, op))
         return self._begin(shown, after.after(calls), tensors, tensors, opts)
 
     @override
@@ -115,7 +115,7 @@ class ShmGroup(DirectCalls):
         reducible(flat, op)
         call = self._call("reduce", shown, *facts(flat), REDUCTION_NUMBER[op], root)
         return self._begin(
-            shown, after.after([collectives.reduce(call, flat, flat, op, root)]), tensors, tensors, opts
+            shown, after.after([data_path.reduce(call, flat, flat, op, root)]), tensors, tensors, opts
         )
 
     @override
@@ -133,11 +133,11 @@ class ShmGroup(DirectCalls):
             numbers = len(outputs), DTYPE_NUMBER[out.dtype], REDUCTION_NUMBER[op], *sizes
             if len(set(sizes)) == 1:
                 call = self._call("reduce_scatter", shown, *numbers)
-                calls.append(collectives.reduce_scatter(call, out, flats, op))
+                calls.append(data_path.reduce_scatter(call, out, flats, op))
                 continue
             for target, flat in enumerate(flats):
                 call = self._call("reduce_scatter", shown, *numbers, target)
-                calls.append(collectives.reduce(call, out, flat, op, target))
+                calls.append(data_path.reduce(call, out, flat, op, target))
         return self._begin(shown, after.after(calls), outputs, outputs, opts)
 
     @override
@@ -151,7 +151,7 @@ class ShmGroup(DirectCalls):
             reducible(out, op)
             numbers = len(outputs), *facts(out), REDUCTION_NUMBER[op]
             call = self._call("reduce_scatter_single", shown, *numbers)
-            calls.append(collectives.reduce_scatter(call, out, rows, op))
+            calls.append(data_path.reduce_scatter(call, out, rows, op))
         return self._begin(shown, after.after(calls), outputs, outputs, opts)
 
     # -- exchanges
@@ -164,7 +164,7 @@ class ShmGroup(DirectCalls):
         for tensor in tensors:
             flat = after.flat(tensor, keep=self.place == root)
             call = self._call("broadcast", shown, len(tensors), *facts(flat), root)
-            calls.append(collectives.broadcast(call, flat, flat, root))
+            calls.append(data_path.broadcast(call, flat, flat, root))
         return self._begin(shown, after.after(calls), tensors, tensors, opts)
 
     @override
@@ -177,7 +177,7 @@ class ShmGroup(DirectCalls):
             self._fits("entry of this rank in the output list", taken[self.place], given)
             numbers = len(inputs), DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs)
             call = self._call("all_gather", shown, *numbers)
-            calls.append(collectives.all_gather_lists(call, outs, flat))
+            calls.append(data_path.all_gather_lists(call, outs, flat))
         return self._begin(shown, after.after(calls), outputs, [t for taken in outputs for t in taken], opts)
 
     @override
@@ -188,7 +188,7 @@ class ShmGroup(DirectCalls):
             flat = self._flat(given)
             rows = self._rows(after.flat(output), flat, output, given)
             call = self._call("all_gather_single", shown, len(inputs), *facts(flat))
-            calls.append(collectives.all_gather(call, rows, flat))
+            calls.append(data_path.all_gather(call, rows, flat))
         return self._begin(shown, after.after(calls), outputs, outputs, opts)
 
     @override
@@ -203,7 +203,7 @@ class ShmGroup(DirectCalls):
             self._fits("entry of this rank in the output list", outputs[0][root], given)
         gives = [flat if rank == root else nothing for rank in range(self.count)]
         call = self._call("gather", shown, DTYPE_NUMBER[flat.dtype], root)
-        steps = after.after([collectives.exchange(call, taken, gives)])
+        steps = after.after([data_path.exchange(call, taken, gives)])
         return self._begin(shown, steps, outputs, outputs[0] if outputs else [], opts)
 
     @override
@@ -220,7 +220,7 @@ class ShmGroup(DirectCalls):
         taken = [out if rank == root else nothing for rank in range(self.count)]
         call = self._call("scatter", shown, DTYPE_NUMBER[out.dtype], root)
         return self._begin(
-            shown, after.after([collectives.exchange(call, taken, gives)]), outputs, outputs, opts
+            shown, after.after([data_path.exchange(call, taken, gives)]), outputs, outputs, opts
         )
 
     @override
@@ -232,7 +232,7 @@ class ShmGroup(DirectCalls):
         self._fits("entry of this rank in the output list", outputs[self.place], inputs[self.place])
         call = self._call("all_to_all", shown, DTYPE_NUMBER[gives[0].dtype])
         return self._begin(
-            shown, after.after([collectives.exchange(call, taken, gives)]), outputs, outputs, opts
+            shown, after.after([data_path.exchange(call, taken, gives)]), outputs, outputs, opts
         )
 
     @override
@@ -252,7 +252,7 @@ class ShmGroup(DirectCalls):
         taken = out.split(elements(output, self._split_sizes(output, output_splits)))
         self._fits("part of this rank in the output", taken[self.place], gives[self.place])
         call = self._call("all_to_all_single", shown, DTYPE_NUMBER[given.dtype])
-        steps = collectives.exchange(call, taken, gives)
+        steps = data_path.exchange(call, taken, gives)
         return self._begin(shown, after.after([steps]), [output], [output], opts)
 
     @override

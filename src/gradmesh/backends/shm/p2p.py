@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.backends.process_group import mismatched_message
+from gradmesh.backends.own_group import mismatched_message
 from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import MismatchError

@@ -57,7 +57,7 @@ from typing import Any
 import torch
 
 from gradmesh._util.environment import SHM_CHUNK
-from gradmesh.backends.process_group import RETURNED_REMEDY
+from gradmesh.backends.own_group import RETURNED_REMEDY
 from gradmesh.errors import (
     AbortedError,
     ArgumentError,

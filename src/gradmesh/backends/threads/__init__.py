@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
-from gradmesh.backends.process_group import timeout_of_group
+from gradmesh.backends.own_group import timeout_of_group
 from gradmesh.errors import ArgumentError, message
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from gradmesh._util.call_sites import ORIGINS, call_site, origin
-from gradmesh.backends.process_group import (
+from gradmesh.backends.own_group import (
     CallCheck,
     Done,
     OwnGroup,

@@ -32,7 +32,7 @@ import torch
 
 from gradmesh import _torch
 from gradmesh._util.call_sites import Site, origin, seen_from
-from gradmesh.backends.process_group import (
+from gradmesh.backends.own_group import (
     DIFFERENT_BRANCH,
     REDUCTIONS,
     RETURNED_REMEDY,

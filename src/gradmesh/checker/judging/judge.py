@@ -13,7 +13,6 @@ import torch
 
 from gradmesh._util.call_sites import is_of_the_program
 from gradmesh.checker.findings import Finding, Place, Status, Verdict
-from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
 from gradmesh.checker.judging.context import (
     Context,
     cut_before_collectives,
@@ -22,7 +21,10 @@ from gradmesh.checker.judging.context import (
     with_history,
     with_text,
 )
-from gradmesh.checker.judging.gradients import (
+from gradmesh.checker.judging.functions import added_before_sums, faults_of_calls, overwritten
+from gradmesh.checker.judging.origins import first_not_finite
+from gradmesh.checker.judging.parameters import Got, Segment, Truth, gotten, segments, truth_of
+from gradmesh.checker.judging.sums_and_factors import (
     faults_of_gradients,
     means_of_means,
     miscounted_norms,
@@ -32,8 +34,6 @@ from gradmesh.checker.judging.gradients import (
     scales,
     wrong_ones,
 )
-from gradmesh.checker.judging.origins import first_not_finite
-from gradmesh.checker.judging.parameters import Got, Segment, Truth, gotten, segments, truth_of
 from gradmesh.checker.judging.values import (
     drifted,
     drifted_later,

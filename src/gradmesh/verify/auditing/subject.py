@@ -6,7 +6,6 @@ A switch is a module global, an attribute or a dict key that the code reads and 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import dis
 import functools
 import inspect
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from gradmesh._util.call_sites import PARSING
+from gradmesh._util.structure import tensors_in
 from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
 
@@ -83,7 +83,8 @@ class Subject:
         for index, x in zip(self.operands, operands, strict=True):
             values[index] = x
         out = self.fn(*replaced(self.arguments, iter(values)))
-        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in tensors(out)]
+        out = list(out) if isinstance(out, Iterator) else out
+        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in tensors_in(out)]
         return [y for y in local if y.is_floating_point() or y.is_complex()]
 
     @contextlib.contextmanager
@@ -188,7 +189,7 @@ def set_subject(build: Callable[..., Any], options: dict[str, Any], rank: int) -
         raise _unusable("build() must return a function and its inputs", repr(made)[:200])
     fn, given = made[0], made[1]
     arguments = tuple(given) if isinstance(given, tuple | list) else (given,)
-    inputs = tuple(tensors(arguments))
+    inputs = tuple(tensors_in(arguments))
     floating = [i for i, x in enumerate(inputs) if x.is_floating_point() or x.is_complex()]
     asked = [i for i in floating if inputs[i].requires_grad]
     if not floating:
@@ -229,22 +230,11 @@ def of_error(error: BaseException) -> Failure:
     return Failure(stage, type(error).__name__, text, places[-1] if places else None, waited, order)
 
 
-def tensors(x: Any) -> list[Tensor]:
-    """The tensors in tuples, lists, mappings, dataclasses and iterators, in order."""
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, Mapping):
-        x = list(x.values())
-    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-        x = [getattr(x, field.name) for field in dataclasses.fields(x)]
-    return [y for part in x for y in tensors(part)] if isinstance(x, tuple | list | Iterator) else []
-
-
 def replaced(x: Any, others: Iterator[Tensor]) -> Any:
     """A copy of nested tuples, lists and dicts with other tensors; parts without tensors are kept as they are."""
     if isinstance(x, Tensor):
         return next(others)
-    if not isinstance(x, tuple | list | dict) or not tensors(x):
+    if not isinstance(x, tuple | list | dict) or not any(True for _ in tensors_in(x)):
         return x
     if isinstance(x, dict):
         return {key: replaced(value, others) for key, value in x.items()}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
-from gradmesh.checker.judging.calls import upstream
 from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, listed, with_text
+from gradmesh.checker.judging.functions import upstream
 from gradmesh.checker.judging.origins import parting
 from gradmesh.checker.judging.parameters import (
     Got,

@@ -1,4 +1,4 @@
-"""The collectives: what a rank writes and reads in each epoch.
+"""The data path: what a rank copies into shared memory and out of it, for each collective, in each epoch.
 
 The functions are generators that yield to wait for the other ranks, so that a call can be started and finished later.
 If a call was opened directly (`DirectCalls`), its first window is already written and published, and they continue from
@@ -31,7 +31,7 @@ from typing_extensions import override
 from gradmesh import _torch
 from gradmesh._torch import is_fake
 from gradmesh._util.dtypes import NEVER_COPIED
-from gradmesh.backends.process_group import FLAGS, REDUCTIONS, CallCheck, OwnGroup, averaged, refusal
+from gradmesh.backends.own_group import FLAGS, REDUCTIONS, CallCheck, OwnGroup, averaged, refusal
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep, Shown, Steps
 from gradmesh.backends.shm.p2p import DTYPE_NUMBER
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
