@@ -77,7 +77,7 @@ def _warm() -> Iterator[Processes]:
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """A variable that torch sets for itself, as inductor's cache, would have every later rank start as a new interpreter."""
+    """A variable that torch sets, as for inductor's cache, would have every later rank start as a new interpreter."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

@@ -105,6 +105,26 @@ def test_a_rank_that_takes_its_time_behind_another_that_has_ended_is_waited_for(
     assert (found.stuck, found.output) == (False, ["over", "over"])
 
 
+READS_LATE = """
+import os, time, torch.distributed as dist
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+if os.environ["RANK"] == "0":
+    store.set("said", "yes")
+else:
+    time.sleep(0.5)
+    print(store.get("said").decode())
+"""
+
+
+def test_a_rank_that_has_ended_keeps_the_store_for_one_that_reads_it_later(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(READS_LATE)
+    found = run.recorded(run.Target(str(script)), ranks=2, steps=2, timeout=60.0)
+    assert [tape and tape.ended for tape in found.tapes] == ["returned"] * 2, found.output
+    assert found.output[1].endswith("yes")
+
+
 def test_a_rank_that_waits_behind_one_that_has_failed_is_ended_soon(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    1 / 0\ntime.sleep(100)\n")

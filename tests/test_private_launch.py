@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import gc
@@ -22,7 +23,7 @@ import gradmesh as gm
 from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.shared_memory import TOKEN, Segment, chunk_bytes, segment_bytes
 from gradmesh.errors import AbortedError, NotInitializedError
-from gradmesh.launch.process_ranks import PrivateStore, join
+from gradmesh.launch.process_ranks import PrivateStore, held_port, join
 
 # ---- what listens
 
@@ -294,3 +295,13 @@ def test_missing_group_memory_raises_on_every_rank_and_the_world_continues() -> 
                     assert f"rank {where}" in text
                 else:
                     assert (where, rank) == (2, 1)
+
+
+def test_a_port_is_given_to_no_one_else_and_a_store_may_listen_at_it() -> None:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(held_port()) for _ in range(500)]
+        others = [stack.enter_context(contextlib.closing(socket.create_server(("", 0)))) for _ in range(300)]
+        assert len({*ports, *(each.getsockname()[1] for each in others)}) == 800
+        store = dist.TCPStore("127.0.0.1", ports[0], 1, is_master=True)
+        store.set("key", "value")
+        assert dist.TCPStore("localhost", ports[0], 1, is_master=False).get("key") == b"value"

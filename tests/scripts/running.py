@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh._torch import functorch_active
-from gradmesh.launch.process_ranks import free_port
+from gradmesh.launch.process_ranks import held_port
 from tests.scripts import Script
 
 __all__ = ["Derivative", "Played", "derivatives", "play"]
@@ -300,25 +300,26 @@ def _on_ranks(work: Callable[..., Any], script: Script, limit: float) -> tuple[l
     context.set_forkserver_preload(
         ["tests.scripts.running", "tests.scripts.warm", "torch.distributed.fsdp", "torch.nn.parallel"]
     )
-    pipes, ranks, port = [], [], free_port()
+    pipes, ranks = [], []
     start = time.perf_counter()
-    for rank in range(script.ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(work, script, rank, port, theirs))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        ranks.append(process)
-    results: list[Any] = []
-    hung = False
-    for pipe in pipes:
-        ready = pipe.poll(max(0.0, start + limit - time.perf_counter()))
-        hung |= not ready
-        try:
-            sent = io.BytesIO(pipe.recv_bytes()) if ready else None
-        except (EOFError, ConnectionResetError):
-            sent = None
-        results.append(sent and torch.load(sent, weights_only=False))
+    with held_port() as port:
+        for rank in range(script.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(work, script, rank, port, theirs))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            ranks.append(process)
+        results: list[Any] = []
+        hung = False
+        for pipe in pipes:
+            ready = pipe.poll(max(0.0, start + limit - time.perf_counter()))
+            hung |= not ready
+            try:
+                sent = io.BytesIO(pipe.recv_bytes()) if ready else None
+            except (EOFError, ConnectionResetError):
+                sent = None
+            results.append(sent and torch.load(sent, weights_only=False))
     seconds = time.perf_counter() - start
     for process in ranks:
         process.join(0 if hung else 10)

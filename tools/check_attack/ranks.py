@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradmesh.checker.run import processor_time
-from gradmesh.launch.process_ranks import free_port
+from gradmesh.launch.process_ranks import held_port
 from tests.scripts import Script
 from tests.scripts.running import STEP, Watch, once, own
 
@@ -178,32 +178,33 @@ def _rank(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> 
 
 def _on_ranks(work: Callable[..., Any], path: Path, ranks: int, more: tuple[Any, ...]) -> list[Any] | None:
     context = multiprocessing.get_context("forkserver")
-    pipes, started, port = [], [], free_port()
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_rank, args=(work, (path, ranks, rank, port, *more), theirs), daemon=True
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        started.append(process)
-    results: list[Any] = [None] * ranks
-    waiting = set(range(ranks))
-    last, used = time.monotonic(), 0.0
-    while waiting and time.monotonic() - last < _IDLE:
-        ready = multiprocessing.connection.wait([pipes[rank] for rank in waiting], 0.2)
-        for rank in [rank for rank in waiting if pipes[rank] in ready]:
-            waiting.discard(rank)
-            try:
-                results[rank] = torch.load(io.BytesIO(pipes[rank].recv_bytes()), weights_only=False)
-            except (EOFError, ConnectionResetError):
-                results[rank] = None
-            last = time.monotonic()
-        now = sum(processor_time(started[rank].pid) for rank in waiting)
-        if abs(now - used) > 0.05:
-            last, used = time.monotonic(), now
-    for process in started:
-        process.kill()
-        process.join()
+    pipes, started = [], []
+    with held_port() as port:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank, args=(work, (path, ranks, rank, port, *more), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            started.append(process)
+        results: list[Any] = [None] * ranks
+        waiting = set(range(ranks))
+        last, used = time.monotonic(), 0.0
+        while waiting and time.monotonic() - last < _IDLE:
+            ready = multiprocessing.connection.wait([pipes[rank] for rank in waiting], 0.2)
+            for rank in [rank for rank in waiting if pipes[rank] in ready]:
+                waiting.discard(rank)
+                try:
+                    results[rank] = torch.load(io.BytesIO(pipes[rank].recv_bytes()), weights_only=False)
+                except (EOFError, ConnectionResetError):
+                    results[rank] = None
+                last = time.monotonic()
+            now = sum(processor_time(started[rank].pid) for rank in waiting)
+            if abs(now - used) > 0.05:
+                last, used = time.monotonic(), now
+        for process in started:
+            process.kill()
+            process.join()
     return None if waiting or (any(each is None for each in results) and work is _trained) else results

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradmesh.launch.process_ranks import free_port
+from gradmesh.launch.process_ranks import held_port
 from tools.models.environments import Environment
 
 PROGRAM = "tools/models/program.py"
@@ -47,27 +47,27 @@ def parity(environment: Environment, model: Path, plan: str, ranks: int, into: P
     for file in files:
         file.unlink(missing_ok=True)
     arguments = [PROGRAM, "gradients", str(model), plan]
-    port = str(free_port())
-    started = [environment.start(*arguments, str(files[0]))]
-    started += [
-        environment.start(
-            *arguments,
-            str(file),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank, file in enumerate(files[1:])
-    ]
-    try:
-        said = [each.communicate(timeout=_LIMIT)[1] for each in started]
-    except subprocess.TimeoutExpired:
-        return Parity(None, error=f"not over after {_LIMIT:g} seconds")
-    finally:
-        for each in started:
-            each.kill()
+    with held_port() as port:
+        started = [environment.start(*arguments, str(files[0]))]
+        started += [
+            environment.start(
+                *arguments,
+                str(file),
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+            for rank, file in enumerate(files[1:])
+        ]
+        try:
+            said = [each.communicate(timeout=_LIMIT)[1] for each in started]
+        except subprocess.TimeoutExpired:
+            return Parity(None, error=f"not over after {_LIMIT:g} seconds")
+        finally:
+            for each in started:
+                each.kill()
     if not all(file.exists() for file in files):
         last = next((text for text in said if text.strip()), "no gradients were written")
         return Parity(None, error=last.strip().splitlines()[-1])

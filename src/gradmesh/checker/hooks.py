@@ -783,7 +783,18 @@ def run_rank(
         _leave(tape, recorder, Path(folder))
     sys.stdout.flush()
     sys.stderr.flush()
+    if tape.ended != "raised":
+        _stay(Path(folder), size)
     os._exit(0)  # groups whose other ranks are over may not end by themselves
+
+
+def _stay(folder: Path, size: int) -> None:
+    """Keep the store and the connections of a rank that is over until the others are, or make no calls."""
+    last, seen = time.monotonic(), -1
+    while time.monotonic() - last < _STAYS and not all((folder / f"{r}.tape").exists() for r in range(size)):
+        time.sleep(0.02)
+        if (made := sum(path.stat().st_size for path in folder.glob("*.calls"))) != seen:
+            last, seen = time.monotonic(), made
 
 
 def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
@@ -815,6 +826,9 @@ def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) 
     tape.raised_at = recorder.number_of(user_frame(error.__traceback__))
     tape.not_used = _not_used(tape.error)
 
+
+_STAYS = 1.0
+"""Seconds without a call of another rank after which a rank that is over ends."""
 
 _UNUSED = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 """How DDP says which parameters it waits for; names only with a setting of torch's."""

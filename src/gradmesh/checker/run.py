@@ -31,7 +31,7 @@ from gradmesh.checker.judging.values import (
 )
 from gradmesh.checker.trace import Tape
 from gradmesh.errors import ArgumentError, message
-from gradmesh.launch.process_ranks import free_port
+from gradmesh.launch.process_ranks import held_port
 
 __all__ = ["Recording", "Target", "check_script", "processor_time", "recorded"]
 
@@ -217,8 +217,9 @@ def recorded(
     """Run a script on ranks, for so many seconds at most, and collect their tapes."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(_PRELOADED)
-    with tempfile.TemporaryDirectory(prefix="gradmesh-check-") as folder, _ended(server) as start:
-        port, since = free_port(), time.perf_counter()
+    temporary = tempfile.TemporaryDirectory(prefix="gradmesh-check-")
+    with temporary as folder, held_port() as port, _ended(server) as start:
+        since = time.perf_counter()
         started = [
             start(run_rank, (rank, ranks, port, target, folder, steps, record)) for rank in range(ranks)
         ]

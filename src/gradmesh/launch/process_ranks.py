@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -46,12 +46,16 @@ from gradmesh.launch.pickling import Origin, dumps, dumps_result
 from gradmesh.runtime.state import run_to_end
 
 
-def free_port() -> int:
-    """A currently unused port of the loopback interface."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of the loopback interface for MASTER_PORT, which no other program is given meanwhile.
+
+    It is bound and does not listen: a listener that sets SO_REUSEADDR, as torch's stores do, may bind it too.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class PrivateStore:
@@ -113,7 +117,10 @@ class ProcessRanks:
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()
-        self._free_port = free_port()  # for programs that create a store from the environment
+        self._held = contextlib.ExitStack()
+        self._port = self._held.enter_context(
+            held_port()
+        )  # for programs that create a store from the environment
         try:
             for rank in range(size):
                 self._start(rank, backend)
@@ -168,6 +175,7 @@ class ProcessRanks:
         finally:
             self._output.close()
             self._store.close()
+            self._held.close()
             for pipe in self._pipes:
                 pipe.close()
             self._processes, self._pipes = [], []
@@ -182,7 +190,7 @@ class ProcessRanks:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._free_port),
+            "MASTER_PORT": str(self._port),
         }
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.size)))
