@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gradmesh.launch import process_ranks
 from gradmesh_pytest.running import World
+from tests.forking import Forking
 from tests.warm_ranks import Processes, read_at_import
 
 pytest.register_assert_rewrite("tests.contract")
@@ -103,6 +104,14 @@ def _no_world_is_left() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test left its process group behind: destroy it")
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[Forking]:
+    """Runs programs that import gradmesh, in processes that have imported torch."""
+    made = Forking()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from gradmesh import cli
 from gradmesh._util.environment import EXTRAS
 from gradmesh.backends import shm
 from gradmesh.ops.registry import table
+from tests.forking import Forking
 
 
 def _run(*arguments: str) -> Result:
@@ -123,30 +124,28 @@ def test_numbers_below_one_are_refused(option: str) -> None:
     assert option in result.stderr
 
 
-def _fresh(*code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False
-    )
-
-
-def test_without_click_there_is_a_text_and_no_traceback() -> None:
-    done = _fresh("import sys", "sys.modules['click'] = None", "from gradmesh.cli import main", "main()")
+def test_without_click_there_is_a_text_and_no_traceback(forking: Forking) -> None:
+    done = forking.run("import sys; sys.modules['click'] = None; from gradmesh.cli import main; main()")
     assert done.returncode == 1
     assert "pip install 'gradmesh[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_importing_gradmesh_loads_nothing_of_the_extras() -> None:
+def test_importing_gradmesh_loads_nothing_of_the_extras(forking: Forking) -> None:
     modules = sorted(
         {module for extra in EXTRAS.values() for module in extra} - {"numpy"}
     )  # torch loads numpy
-    done = _fresh("import sys, gradmesh, gradmesh.cli", f"print([m for m in {modules} if m in sys.modules])")
+    done = forking.run(
+        f"import sys, gradmesh, gradmesh.cli; print([m for m in {modules} if m in sys.modules])"
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_command_starts_without_torchs_benchmark_utilities_which_may_warn_about_cuda() -> None:
-    done = _fresh(
-        "import gradmesh.cli, sys", "gradmesh.cli.commands()", "print('torch.utils.benchmark' in sys.modules)"
+def test_a_command_starts_without_torchs_benchmark_utilities_which_may_warn_about_cuda(
+    forking: Forking,
+) -> None:
+    done = forking.run(
+        "import gradmesh.cli, sys; gradmesh.cli.commands(); print('torch.utils.benchmark' in sys.modules)"
     )
     assert done.stdout == "False\n", done.stderr
     assert not done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import queue
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from gradmesh.ops.transport import PlainAxis
 from gradmesh.testing import LawError, check_op, check_transport
 from gradmesh.transport import TRANSPORTS, Transport
 from gradmesh.transport.process_group import OwnGroupTransport
+from tests.forking import Forking
 from tests.test_own_ops import Mirror
 from tests.test_transport import Letters
 
@@ -315,7 +314,7 @@ def test_ranks_whose_calls_differ_have_no_meaning() -> None:
 # ---- the ops stand by themselves -------------------------------------------------------------------------------------
 
 
-def test_the_ops_load_torch_and_of_the_package_only_types_errors_and_two_helpers() -> None:
+def test_the_ops_load_torch_and_of_the_package_only_types_errors_and_two_helpers(forking: Forking) -> None:
     code = (
         "import sys, types\n"
         "parent = types.ModuleType('gradmesh'); parent.__path__ = [sys.argv[1]]; sys.modules['gradmesh'] = parent\n"
@@ -325,7 +324,7 @@ def test_the_ops_load_torch_and_of_the_package_only_types_errors_and_two_helpers
         "print(*sorted(name for name in sys.modules if name.startswith('gradmesh.') and '.ops' not in name))\n"
     )
     package = str(Path(gm.__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True)
+    done = forking.run(code, package)
     assert done.returncode == 0, done.stderr
     allowed = "_util _util.caches _util.dtypes errors types"
     assert done.stdout.split() == [f"gradmesh.{name}" for name in allowed.split()]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 import gradmesh as gm
 from gradmesh._util.environment import CHECK, RECYCLE, SHM_CHUNK, VARIABLES, Variable
+from tests.forking import Forking
 
 UNUSABLE = {
     "GRADMESH_CHECK": "yes",
@@ -46,7 +43,7 @@ def test_unset_variable_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None
     assert (CHECK.read(), RECYCLE.read(), SHM_CHUNK.read()) == (True, 512 << 20, 1 << 20)
 
 
-def test_importing_reads_none_and_the_first_use_of_an_unusable_one_names_it() -> None:
+def test_importing_reads_none_and_the_first_use_of_an_unusable_one_names_it(forking: Forking) -> None:
     code = (
         "import torch, gradmesh as gm\n"
         "gm.init('gloo')\n"
@@ -55,8 +52,6 @@ def test_importing_reads_none_and_the_first_use_of_an_unusable_one_names_it() ->
         "except gm.ArgumentError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **UNUSABLE}, capture_output=True, text=True
-    )
+    done = forking.run(code, environment=UNUSABLE)
     assert done.returncode == 0, done.stderr
     assert "invalid value of the environment variable GRADMESH_RECYCLE" in done.stdout

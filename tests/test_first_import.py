@@ -7,14 +7,12 @@ has imported torch with its compiler, which takes most of the time; one case is 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import IO
 
 import pytest
 
+from tests.forking import Forking
 from tests.seldom import seldom
 
 _MODES = {
@@ -80,60 +78,13 @@ print("every derivative is right")
 """
 
 
-_FORKING = """
-import json, os, sys, traceback, warnings
-import torch._dynamo
-import torch._functorch.aot_autograd
-import torch._subclasses
-import torch.fx.experimental.proxy_tensor
-import torch.overrides
-import torch.utils.checkpoint
-
-assert not any(name.split(".")[0] == "gradmesh" for name in sys.modules)
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        try:
-            exec(json.loads(line), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        os._exit(0)
-    os.waitpid(child, 0)
-    print("end", flush=True)
-"""
-
-
-class Forking:
-    """A process with torch and its compiler that forks another one for each program."""
-
-    def __init__(self, pipe: IO[str], out: IO[str]) -> None:
-        self.pipe, self.out = pipe, out
-
-    def run(self, program: str) -> str:
-        """Run a program; what it printed, or its traceback."""
-        self.pipe.write(json.dumps(program) + "\n")
-        self.pipe.flush()
-        return "".join(iter(self.out.readline, "end\n"))
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    command = [sys.executable, "-c", _FORKING]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield Forking(process.stdin, process.stdout)
-        process.stdin.close()
-
-
 @pytest.mark.parametrize("before", ["", "import gradmesh"], ids=["import", "first use"])
 @pytest.mark.parametrize("mode", seldom(_MODES, ["a Hessian", "fake tensors"]))
 def test_an_import_inside_a_mode_leaves_nothing_of_it_behind(
     mode: str, before: str, forking: Forking
 ) -> None:
-    printed = forking.run(_PROGRAM.format(mode=_MODES[mode], before=before))
-    assert printed == "every derivative is right\n"
+    done = forking.run(_PROGRAM.format(mode=_MODES[mode], before=before))
+    assert (done.returncode, done.stdout) == (0, "every derivative is right\n"), done.stderr
 
 
 def test_an_import_inside_a_mode_of_a_new_interpreter_leaves_nothing_of_it_behind() -> None:
@@ -143,7 +94,7 @@ def test_an_import_inside_a_mode_of_a_new_interpreter_leaves_nothing_of_it_behin
     assert "every derivative is right" in done.stdout
 
 
-def test_layer_caches_no_fake_tensor() -> None:
+def test_layer_caches_no_fake_tensor(forking: Forking) -> None:
     program = """
 import torch
 from torch._subclasses import FakeTensorMode
@@ -158,5 +109,5 @@ x = torch.arange(4.0).view(1, 1, 4)
 assert torch.equal(interpolate(x, 8, mode="linear"), torch.nn.functional.interpolate(x, 8, mode="linear"))
 print("the same values")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = forking.run(program)
     assert "the same values" in done.stdout, done.stderr[-2000:]

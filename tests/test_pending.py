@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +24,7 @@ from gradmesh.ops.registry import REGISTRY
 from gradmesh.transport.comm_thread import async_axis
 from gradmesh.verify import CostModel, Link, simulate
 from tests import contract
+from tests.forking import Forking
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 T = torch.float64
@@ -694,9 +693,9 @@ def test_async_groups_are_freed_with_their_parent_groups(processes: Ranks) -> No
     assert max(processes(2)(groups_that_are_destroyed)) == before
 
 
-def test_single_rank_program_reports_unwaited_calls_at_its_end() -> None:
+def test_single_rank_program_reports_unwaited_calls_at_its_end(forking: Forking) -> None:
     code = "import torch, gradmesh as gm; gm.init(); p = gm.all_gather(torch.ones(2), async_op=True)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forking.run(code)
     assert done.returncode == 0
     assert "never waited for" in done.stderr
     assert "all_gather at <string>:1" in done.stderr

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
+from tests.forking import Forking
 from tools import public_api
 
 MOST_MODULES = 60
@@ -89,14 +91,19 @@ def test_importing_needs_torch_alone_and_starts_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run(code: str) -> str:
-    """The output of a program in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(forking: Forking) -> Callable[[str], str]:
+    """The output of a program that imports gradmesh for the first time."""
+
+    def output(code: str) -> str:
+        done = forking.run(code)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    return output
 
 
-def test_dir_shows_the_public_names_alone() -> None:
+def test_dir_shows_the_public_names_alone(run: Callable[[str], str]) -> None:
     run(
         "import gradmesh as gm\n"
         "import gradmesh.verbs.call, gradmesh.compat.towhee  # still there to be imported\n"
@@ -104,7 +111,7 @@ def test_dir_shows_the_public_names_alone() -> None:
     )
 
 
-def test_drop_ins_and_checks_are_there_when_asked_for_and_not_before() -> None:
+def test_drop_ins_and_checks_are_there_when_asked_for_and_not_before(run: Callable[[str], str]) -> None:
     run(
         "import sys, gradmesh as gm\n"
         "assert not {'gradmesh.compat', 'gradmesh.nn', 'gradmesh.verify'} & set(sys.modules)\n"
@@ -124,14 +131,14 @@ def test_the_version_is_that_of_the_package() -> None:
     assert gm.__version__ == metadata.version("gradmesh")
 
 
-def test_importing_loads_a_limited_number_of_modules() -> None:
+def test_importing_loads_a_limited_number_of_modules(run: Callable[[str], str]) -> None:
     loaded = run("import gradmesh, sys; print(*(m for m in sys.modules if m.startswith('gradmesh')))").split()
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
     for package in ("checker", "compat", "nn", "type_inference", "verify", "backends.shm.", "launch."):
         assert not [module for module in loaded if module.startswith(f"gradmesh.{package}")]
 
 
-def test_lazy_names_are_the_names_of_their_modules() -> None:
+def test_lazy_names_are_the_names_of_their_modules(run: Callable[[str], str]) -> None:
     public = set(gm.__all__)
     assert set(gm._LAZY) <= public
     assert set(dir(gm)) > public
@@ -144,7 +151,7 @@ def test_lazy_names_are_the_names_of_their_modules() -> None:
         gm.all_redcue  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_lazy_names_are_loaded_by_several_threads_at_once() -> None:
+def test_lazy_names_are_loaded_by_several_threads_at_once(run: Callable[[str], str]) -> None:
     names = sorted([*gm._LAZY, "nn", "verify", "compat"])
     code = (
         "import sys, threading, gradmesh as gm\n"
@@ -163,7 +170,7 @@ def test_lazy_names_are_loaded_by_several_threads_at_once() -> None:
     run(code)
 
 
-def test_first_use_on_several_thread_ranks_at_once() -> None:
+def test_first_use_on_several_thread_ranks_at_once(run: Callable[[str], str]) -> None:
     code = (
         "import torch, gradmesh as gm\n"
         "def on_each_rank():\n"
@@ -197,7 +204,7 @@ def test_import_registers_shm_for_spawned_processes() -> None:
     torch.multiprocessing.spawn(_sum_on_shm, (port,), nprocs=2)  # type: ignore[attr-defined]
 
 
-def test_import_registers_shm() -> None:
+def test_import_registers_shm(run: Callable[[str], str]) -> None:
     run(
         "import gradmesh, torch, torch.distributed as dist\n"
         "assert not [name for name in __import__('sys').modules if 'shm.group' in name]\n"
@@ -209,7 +216,7 @@ def test_import_registers_shm() -> None:
     )
 
 
-def test_public_functions_and_classes_are_pickled_by_name() -> None:
+def test_public_functions_and_classes_are_pickled_by_name(run: Callable[[str], str]) -> None:
     text = pickle.dumps([value for name in gm.__all__ if inspect.isroutine(value := getattr(gm, name))])
     run(f"import pickle; assert all(map(callable, pickle.loads({text!r})))")
     assert pickle.loads(pickle.dumps([gm.Order, gm.Types, gm.Ranks])) == [gm.Order, gm.Types, gm.Ranks]

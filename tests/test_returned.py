@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ from gradmesh.backends.shm.shared_memory import Run
 from gradmesh.launch import hang_detector
 from gradmesh.launch.hang_detector import MainThread, Probe, is_waiting_in
 from gradmesh.launch.outcomes import Failure, Outcome
+from tests.forking import Forking
 
 BACKENDS = [
     "threads",
@@ -252,9 +251,9 @@ print(has_other_work())
 
 
 @pytest.mark.processes
-def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work() -> None:
+def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work(forking: Forking) -> None:
     """In a process of its own, since pytest's has the threads of other tests' ranks."""
-    said = subprocess.check_output([sys.executable, "-c", AT_WORK], text=True).split()
+    said = forking.run(AT_WORK).stdout.split()
     assert said == ["False", "True", "False", "True", "False"]
 
 

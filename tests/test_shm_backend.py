@@ -243,7 +243,8 @@ def test_a_forked_child_cannot_call_and_does_not_disturb_its_parent(ranks: Run) 
         for leave in (False, True):
             x = torch.ones(1 << 18)
             if dist.get_rank() == 0:
-                time.sleep(1.5)  # so that it is not complete when the children try
+                for rank in (1, 2):  # it is not complete when the children try
+                    dist.recv(torch.empty(1), rank)
             under_way = started(dist.all_reduce(x, async_op=True))
             if dist.get_rank() in (1, 2):
                 context = multiprocessing.get_context("fork")
@@ -253,6 +254,7 @@ def test_a_forked_child_cannot_call_and_does_not_disturb_its_parent(ranks: Run) 
                 said += ours.recv()
                 process.join()
                 assert process.exitcode == 0
+                dist.send(torch.ones(1), 0)
             under_way.wait()
             assert torch.equal(x, torch.full_like(x, W))
         return said, [total() for _ in range(20)]

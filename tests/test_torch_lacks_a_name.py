@@ -16,6 +16,7 @@ import torch
 import gradmesh as gm
 from gradmesh import _torch
 from gradmesh._torch import fsdp, names
+from tests.forking import Forking
 from tests.lacking import FEATURES
 
 THREADS = {
@@ -177,7 +178,7 @@ def test_without_a_name_a_feature_is_right_or_refused(name: str, reports: dict[s
     assert features == {feature: "refused" if feature in refused else "right" for feature in features}
 
 
-def test_several_names_that_are_gone_give_one_warning() -> None:
+def test_several_names_that_are_gone_give_one_warning(forking: Forking) -> None:
     code = (
         "import torch, warnings\n"
         "del torch._C._profiler._RecordFunctionFast, torch._C._current_graph_task_id\n"
@@ -189,7 +190,7 @@ def test_several_names_that_are_gone_give_one_warning() -> None:
         "assert '_RecordFunctionFast' in str(warning.message)\n"
         "assert '_current_graph_task_id' in str(warning.message)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forking.run(code)
     assert done.returncode == 0, done.stderr
 
 
