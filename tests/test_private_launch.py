@@ -302,6 +302,6 @@ def test_a_port_is_given_to_no_one_else_and_a_store_may_listen_at_it() -> None:
         ports = [stack.enter_context(held_port()) for _ in range(500)]
         others = [stack.enter_context(contextlib.closing(socket.create_server(("", 0)))) for _ in range(300)]
         assert len({*ports, *(each.getsockname()[1] for each in others)}) == 800
-        store = dist.TCPStore("127.0.0.1", ports[0], 1, is_master=True)
+        store = dist.TCPStore("127.0.0.1", ports[0], 1, is_master=True)  # type: ignore[attr-defined]
         store.set("key", "value")
-        assert dist.TCPStore("localhost", ports[0], 1, is_master=False).get("key") == b"value"
+        assert dist.TCPStore("localhost", ports[0], 1, is_master=False).get("key") == b"value"  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ import pytest
 
 import gradmesh as gm
 from gradmesh import errors
+from tests.seldom import seldom
 from tools import errors as texts
 from tools.pictures.__main__ import files, name_of
 from tools.pictures.motion import drawn, motions
@@ -135,13 +136,15 @@ needs_jupyter = pytest.mark.skipif(
 @needs_jupyter
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem
+    "name",
+    seldom(sorted(path.stem for path in (ROOT / "docs" / "tutorials").glob("*.ipynb")), ["first-gradient"]),
 )
-def test_tutorial_prints_the_shown_output(path: Path) -> None:
+def test_tutorial_prints_the_shown_output(name: str) -> None:
     import nbformat
 
     from tools.notebooks import printed, run
 
+    path = ROOT / "docs" / "tutorials" / f"{name}.ipynb"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter's own
         assert printed(run(path)) == printed(nbformat.read(path, as_version=4))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.seldom import seldom
 from tools import torch_suite
 from tools.torch_suite import SKIPPED, Outcome, asked, failures, run, show
 
@@ -44,7 +45,7 @@ def test_docs_list_excluded_tests_with_reasons() -> None:
             assert f"| `{backend}` | `{pattern}` | {why} |" in page
 
 
-@pytest.mark.parametrize("backend", ["shm", "threads"])
+@pytest.mark.parametrize("backend", seldom(["shm", "threads"], ["shm"]))
 def test_a_few_of_torchs_tests_pass(backend: str) -> None:
     pytest.importorskip("expecttest", reason="torch's tests need it")
     chosen = "test_(monitored_barrier_gloo_subgroup|all_gather_coalesced_simple|get_backend|reduce_sum)$"

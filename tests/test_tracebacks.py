@@ -38,11 +38,20 @@ def printed(folder: Path, start: str, *, verb: str, more: str = "", full: bool =
     return done.stderr.splitlines()
 
 
+VERBS, SIZES = ("all_reduce(x, dst=gm.R)", ""), ("all_gather(x)", "[1:]")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    "backend", ["threads", *(pytest.param(name, marks=pytest.mark.processes) for name in ("shm", "gloo"))]
-)
-@pytest.mark.parametrize(
-    ("verb", "more"), [("all_reduce(x, dst=gm.R)", ""), ("all_gather(x)", "[1:]")], ids=["verbs", "sizes"]
+    ("backend", "verb", "more"),
+    [
+        pytest.param("threads", *VERBS, id="verbs-threads"),
+        pytest.param("gloo", *SIZES, id="sizes-gloo"),
+        pytest.param("shm", *VERBS, id="verbs-shm", marks=pytest.mark.slow),
+        pytest.param("threads", *SIZES, id="sizes-threads", marks=pytest.mark.slow),
+        pytest.param("shm", *SIZES, id="sizes-shm", marks=pytest.mark.slow),
+        pytest.param("gloo", *VERBS, id="verbs-gloo", marks=pytest.mark.slow),
+    ],
 )
 def test_an_uncaught_mismatch_prints_a_page_with_the_calls_first(
     backend: str, verb: str, more: str, tmp_path: Path
