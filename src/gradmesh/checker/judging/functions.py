@@ -38,7 +38,7 @@ def upstream(context: Context, tensors: Sequence[Tensor], wrong: Sequence[Got]) 
 
 
 def added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
-    """What is the same on ranks and is added to what is then summed over them."""
+    """GM108: What is the same on ranks and is added to what is then summed over them."""
     for group in context.again.groups:
         calls = list(group.items())
         if calls[0][1].kind not in ("all_reduce", "reduce_scatter", "reduce") or not calls[0][1].followed:
@@ -180,7 +180,7 @@ def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
 
 
 def overwritten(context: Context) -> list[Finding]:
-    """Collectives that write where autograd has saved something."""
+    """GM107: Collectives that write where autograd has saved something."""
     found: dict[int, Finding] = {}
     for rank in range(len(context.tapes)):
         for event in context.events(rank):

@@ -107,7 +107,7 @@ def _counts(context: Context, ratio: float) -> bool:
 
 
 def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]:
-    """What is wrong with the gradients themselves."""
+    """GM102, GM103, GM109: What is wrong with the gradients themselves."""
     ranks = range(len(context.tapes))
     found: list[Finding] = []
     different, allowed = context.truth.different, context.factors()
@@ -157,7 +157,7 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
 
 
 def _with_parting(context: Context, wrong: Sequence[Got], found: list[Finding]) -> list[Finding]:
-    """Findings, where all that are wrong for one missing sum before the loss are one, at the operator behind it."""
+    """GM101: Findings; all that one missing sum before the loss makes wrong are one, at the operator behind it."""
     there = parting(context, wrong) if wrong else None
     taken = None if there is None else context.tensor(there.ranks[0], there.taken)
     if there is None or taken is None:
@@ -251,7 +251,7 @@ def _scaled_by(context: Context, got: Got, times: float) -> Scaled | None:
 
 
 def _changed_in_place(context: Context, bent: Sequence[Got]) -> Finding | None:
-    """A Function whose backward changes the gradient that it receives, which autograd hands to others too."""
+    """GM104: A Function whose backward changes the gradient that it receives, which autograd hands to others too."""
     for rank, tape in enumerate(context.tapes):
         begin, end = context.segment.begins[rank], context.segment.begins[rank] + len(context.events(rank))
         for call in tape.calls.values():
@@ -339,7 +339,7 @@ def _fraction(ratio: float) -> str:
 
 
 def scaled_alone(context: Context) -> list[Finding]:
-    """Gradients that ranks multiply by different numbers, which they make of their own gradients."""
+    """GM205: Gradients that ranks multiply by different numbers, which they make of their own gradients."""
     lines: dict[str, list[tuple[int, Scaled]]] = {}
     for rank, part in enumerate(context.segment.parts):
         own = {event.site: event for event in part if isinstance(event, Scaled) and not event.loss}
@@ -393,7 +393,7 @@ _OF_SCALES = (
 
 
 def miscounted_norms(context: Context) -> list[Finding]:
-    """A norm that gradients are multiplied by, and that counts copies several times, or leaves out a part."""
+    """GM205: A norm that gradients are multiplied by, and that counts copies several times, or leaves out a part."""
     scaled = [
         {e.name: e for e in part if isinstance(e, Scaled) and e.own and not e.by}
         for part in context.segment.parts
@@ -484,7 +484,7 @@ _OF_COPIES = (
 
 
 def repeated_terms(context: Context) -> list[Finding]:
-    """Terms of the loss that are the same on all ranks, beside terms that are divided by a count over all ranks."""
+    """GM110: Terms of the loss that are equal on all ranks, beside terms divided by a count over all ranks."""
     ranks = range(len(context.tapes))
     if len(ranks) < 2 or context.truth.different < len(ranks) or abs(context.expected - 1) > _NEAR:
         return []
@@ -668,7 +668,7 @@ def notes_on_averages(context: Context) -> list[str]:
 
 
 def means_of_means(context: Context) -> list[Finding]:
-    """Each rank, or micro-batch, takes a mean over its entries, of which each has its number, and they count alike."""
+    """GM111: Means over different numbers of entries, on ranks or micro-batches, that count alike."""
     ranks = range(len(context.tapes))
     parts = context.segment.parts
     if (

@@ -28,7 +28,7 @@ from gradmesh.checker.trace import (
 
 
 def never_same(context: Context) -> list[Finding]:
-    """Parameters whose gradients are the same on ranks, and whose values are not."""
+    """GM202: Parameters whose gradients are the same on ranks, and whose values are not."""
     by_name: dict[str, list[tuple[int, Param, Step]]] = {}
     for rank, steps in enumerate(context.segment.steps):
         for step in steps:
@@ -102,7 +102,7 @@ def _is_its_own(context: Context, rank: int, param: Param) -> bool:
 
 
 def statistics(context: Context) -> list[Finding]:
-    """Buffers that differ between ranks that have the same parameters."""
+    """GM203: Buffers that differ between ranks that have the same parameters."""
     replicated = {got.ranks for got in context.got if len(got.parts) > 1}
     each = [steps[0] for steps in context.segment.steps]
     buffers = set.intersection(*(set(step.buffers) for step in each))
@@ -145,7 +145,7 @@ def _written_at(context: Context, rank: int, name: str) -> tuple[int, bool]:
 
 
 def tied(context: Context) -> list[Finding]:
-    """Parameters of one value under two names on different ranks, whose gradients are not the same.
+    """GM204: Parameters of one value under two names on different ranks, whose gradients are not the same.
 
     Layers that are made from one seed begin with one value too. Evidence that copies are meant as one parameter is
     that one is a table and the other is not, which are not made alike, or that their value was sent from one to the
@@ -215,7 +215,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def same_data(context: Context) -> list[Finding]:
-    """Ranks that all do the same, and average what they get."""
+    """GM301: Ranks that all do the same, and average what they get."""
     group = max(context.truth.classes, key=len)
     averaged = [steps[0].wrapped for steps in context.segment.steps]
     averaged += [
@@ -233,7 +233,7 @@ def same_data(context: Context) -> list[Finding]:
 
 
 def masks(context: Context) -> list[Finding]:
-    """Random masks that differ where the activation is the same, or the other way round."""
+    """GM302, GM303: Random masks that differ where the activation is the same, or the other way round."""
     drawn: list[dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]]] = []
     for rank in range(len(context.tapes)):
         masks = {e.id: e.value for e in context.events(rank) if isinstance(e, ProgramInput) and e.random}
@@ -301,7 +301,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
-    """Parameters that were one before the step, got the same gradient, and are not one after it."""
+    """GM201: Parameters that were one before the step, got the same gradient, and are not one after it."""
     found = []
     for got in before:
         if got.kind not in ("right", "unused", "bent") or len(got.parts) < 2:
@@ -322,7 +322,7 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
 
 
 def copies_part(tapes: Sequence[Tape | None]) -> list[Finding]:
-    """Parameters that are the same on ranks, with the same gradient, and that any later step makes different ones."""
+    """GM201: Parameters equal on ranks, with equal gradients, that any later step makes different."""
     there = [tape for tape in tapes if tape is not None]
     for tape in there:
         label_stepped(tape)
@@ -344,7 +344,7 @@ def copies_part(tapes: Sequence[Tape | None]) -> list[Finding]:
 
 
 def parted_unseen(tapes: Sequence[Tape]) -> tuple[list[Finding], list[str]]:
-    """Parameters that are the same on all ranks until an optimizer steps along gradients that no backward made.
+    """GM101, GM201: Parameters equal on all ranks until an optimizer steps along gradients that no backward made.
 
     Ranks that brought together as many numbers as the parameter has before the step work on one model, and so do ranks
     that step along derivatives by torch.func, which are compared as those of a backward. Of others a note is made.
@@ -402,7 +402,7 @@ _ONE_WAY = ("broadcast", "scatter", "send", "recv", "barrier")
 
 
 def drifted_later(context: Context, following: Sequence[Segment]) -> list[Finding]:
-    """Parameters that ranks have in common, and that not every rank steps itself: one before a step, and not after."""
+    """GM201: Copies that not every rank steps itself, equal before a step and different after it."""
     for later in following:
         after = [
             {
@@ -432,7 +432,7 @@ def drifted_later(context: Context, following: Sequence[Segment]) -> list[Findin
 
 
 def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]) -> list[Finding]:
-    """Parameters that were one before a step that the program writes itself, and are not one before the next."""
+    """GM201: Parameters that were one before a step that the program writes itself, and are not one before the next."""
     for later in following:
         before, after = ([_values(steps) for steps in each.steps] for each in (segment, later))
         for name, first in before[0].items():
@@ -454,7 +454,7 @@ def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]
 
 
 def parted_by_writing(tapes: Sequence[Tape]) -> tuple[list[Finding], list[str]]:
-    """Parameters that were one until a program without any backward wrote to them, and are never one again.
+    """GM201: Parameters that were one until a program without any backward wrote to them, and are never one again.
 
     Ranks may displace them for a while, as evolution strategies do, or each have a chain of samples. It is an error
     where what they become is made of what other ranks sent, and no message is as large as the parameter, by which
@@ -498,7 +498,7 @@ def _is_one(held: Sequence[dict[str, Tensor]]) -> bool:
 
 
 def parted_by_closure(tapes: Sequence[Tape]) -> list[Finding]:
-    """Parameters that a step which calls a closure, as LBFGS does, makes different ones, along the same gradients."""
+    """GM201: Parameters that a step with a closure, as LBFGS's, makes different, along equal gradients."""
     for pairs in zip(*map(_of_closures, tapes), strict=False):
         for at, first in enumerate(pairs[0][0].params):
             parts = [step.params[at] for step, *_ in pairs if at < len(step.params)]
@@ -568,7 +568,7 @@ def _of_closures(tape: Tape) -> list[_OfClosure]:
 
 
 def overwritten_steps(context: Context, following: Sequence[Segment]) -> list[Finding]:
-    """Parameters that one rank steps, and that a broadcast from a rank that does not step them sets back on all."""
+    """GM201: Parameters that one rank steps, and that a broadcast from another one sets back on all."""
     for later in following:
         used = [
             {e.name: e.value for e in part if isinstance(e, ProgramInput) and e.leaf and e.name}
@@ -606,7 +606,7 @@ def overwritten_steps(context: Context, following: Sequence[Segment]) -> list[Fi
 
 
 def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
-    """A step that some ranks of one model take and others do not."""
+    """GM201: A step that some ranks of one model take and others do not."""
     names = [[p.name for e in tape.events if isinstance(e, Step) for p in e.params] for tape in tapes]
     if len({tuple(sorted(set(each))) for each in names}) > 1:
         return []  # other programs
@@ -649,7 +649,7 @@ def _steps_between_calls(tapes: Sequence[Tape]) -> bool:
 
 
 def idle_apart(tapes: Sequence[Tape]) -> list[Finding]:
-    """Parameters that some ranks step and others, which run backward too, never do, and that are then not the same."""
+    """GM201: Parameters that some ranks step and others, which run backward too, never do, and that then differ."""
     stepping = [tape for tape in tapes if tape.steps]
     for tape in tapes if stepping else ():
         roots = [event for event in tape.events if isinstance(event, Root)]
@@ -885,7 +885,7 @@ def _apart(
 
 
 def _given_apart(tapes: Sequence[Tape]) -> list[Finding]:
-    """A `ReduceLROnPlateau` that ranks give different values, whose optimizer steps copies of parameters."""
+    """GM206: A `ReduceLROnPlateau` that ranks give different values, whose optimizer steps copies of parameters."""
     for plateaus in zip(*(tape.plateaus for tape in tapes), strict=False):
         for given in zip(*(plateau.given for plateau in plateaus), strict=False):
             for group in _groups_of(tapes, plateaus[0].optimizer):
@@ -943,7 +943,7 @@ def _listed(values: Sequence[tuple[int, tuple[float, ...]]]) -> str:
 
 
 def modes_apart(context: Context) -> list[Finding]:
-    """Layers that are in training on some ranks of one model and in evaluation on others."""
+    """GM208: Layers that are in training on some ranks of one model and in evaluation on others."""
     for ranks in {got.ranks for got in context.got if len(got.parts) > 1}:
         steps = {rank: context.segment.steps[rank][0] for rank in ranks}
         for name in sorted(set.intersection(*(set(step.modes) for step in steps.values()))):
@@ -960,7 +960,7 @@ def modes_apart(context: Context) -> list[Finding]:
 
 
 def mixed_shards(context: Context) -> list[Finding]:
-    """Shards whose entries a step mixes, without a collective."""
+    """GM207: Shards whose entries a step mixes, without a collective."""
     for got in context.got:
         for part in got.parts:
             steps = [step for step in context.segment.steps[part.rank] if step.mixed]
@@ -1021,7 +1021,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "matmul", "linear", "convolution"}
 
 
 def unwaited(tapes: Sequence[Tape]) -> list[Finding]:
-    """Results of asynchronous calls that are used before these are waited for."""
+    """GM403: Results of asynchronous calls that are used before these are waited for."""
     for tape in tapes:
         for each in tape.unwaited:
             what = f"the gradient of {each.subject} is stepped with" if each.subject else "the result is used"
@@ -1032,7 +1032,7 @@ def unwaited(tapes: Sequence[Tape]) -> list[Finding]:
 
 
 def shares_overlap(tapes: Sequence[Tape]) -> list[Finding]:
-    """Samplers whose ranks read some samples several times in one epoch, and others never."""
+    """GM304: Samplers whose ranks read some samples several times in one epoch, and others never."""
     for epochs in zip(*(tape.epochs for tape in tapes), strict=False):
         first, own = epochs[0], {each.rank: each for each in epochs}
         alike = len({(each.sampler, each.size, each.replicas) for each in epochs}) == 1
@@ -1055,7 +1055,7 @@ def shares_overlap(tapes: Sequence[Tape]) -> list[Finding]:
 
 
 def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
-    """Samplers that shuffle alike in two epochs."""
+    """GM304: Samplers that shuffle alike in two epochs."""
     for tape in tapes:
         last: dict[int, list[int]] = {}
         for each in tape.epochs:
@@ -1070,7 +1070,7 @@ def order_repeats(tapes: Sequence[Tape]) -> list[Finding]:
 
 
 def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, bool, list[Finding]]:
-    """Whether ranks bring parameters nearer to one another after their own steps, make them one, and make it wrong."""
+    """GM209: Whether ranks bring parameters nearer after their own steps, make them equal, and do so wrongly."""
     some, equal, there = False, False, [tape for tape in tapes if tape is not None]
     rows = list(zip(*map(_steps, there), strict=False))
     every = ((now, rows[at:]) for at, now in enumerate(rows, 1))
