@@ -257,3 +257,50 @@ def test_shift_and_permute_carry_sizes_that_differ(threads: Threads) -> None:
         [[0, 1], [20, 21, 22], [], []],
         [[], [], [], [111, 111, 111]],
     ]
+
+
+ONE_ELEMENT: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+    "all_gather": (lambda x: gm.all_gather(x[None]), [2, 2]),
+    "all_reduce": (lambda x: gm.all_reduce(x, dst=gm.R), [2, 2]),
+    "all_to_all": (lambda x: gm.all_to_all(x.expand(2, *x.shape), split_dim=0, concat_dim=0), [2, 2]),
+    "broadcast": (lambda x: gm.broadcast(x), [2, 0]),
+    "exscan": (lambda x: gm.exscan(x), [1, 0]),
+    "neighbor_all_to_all": (lambda x: gm.exchange([x, x]), [2, 2]),
+    "permute": (lambda x: gm.permute(x, pairs=[(0, 1)]), [1, 0]),
+    "reduce_scatter": (lambda x: gm.reduce_scatter(x.expand(2, *x.shape)), [2, 2]),
+    "scatter": (lambda x: gm.scatter(x.expand(2, *x.shape)), [2, 0]),
+    "shift": (lambda x: gm.shift(x[None]), [1, 1]),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_element_with_an_expanded_gradient_travels(shape: tuple[int, ...], processes: Threads) -> None:
+    """The gradient of a sum has strides of 0, which one element may have and still be dense."""
+
+    def on_each_rank() -> dict[str, float]:
+        found = {}
+        for verb, (call, _) in ONE_ELEMENT.items():
+            x = torch.ones(shape, requires_grad=True)
+            out = call(x)
+            parts = out if isinstance(out, list | tuple) else [out]
+            torch.stack([part.sum() for part in parts]).sum().backward()
+            assert x.grad is not None
+            found[verb] = x.grad.item()
+        with gm.ordered():
+            x = torch.ones(shape, requires_grad=True)
+            if gm.rank() == 0:
+                gm.send(x.detach().expand(shape), to=1)
+                gm.send(torch.ones(()).expand(1, 1), to=1)
+            else:
+                found["recv"] = gm.recv(torch.empty(shape), source=0).item()
+                found["recv 1x1"] = gm.recv(torch.empty(1, 1), source=0).item()
+            gm.backward(gm.gather(x[None]).sum())
+        assert x.grad is not None
+        found["gather"] = x.grad.item()
+        return found
+
+    for rank, found in enumerate(processes(2)(on_each_rank)):
+        received = {"recv": 1, "recv 1x1": 1} if rank else {}
+        wanted = {verb: grads[rank] for verb, (_, grads) in ONE_ELEMENT.items()} | {"gather": 1} | received
+        assert found == wanted

@@ -30,7 +30,18 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["Axis", "PlainAxis", "Transport", "as_flat", "assemble", "counts", "dense", "flattened", "pack"]
+__all__ = [
+    "Axis",
+    "PlainAxis",
+    "Transport",
+    "as_flat",
+    "assemble",
+    "bytes_of",
+    "counts",
+    "dense",
+    "flattened",
+    "pack",
+]
 
 
 class Axis(Protocol):
@@ -301,6 +312,13 @@ def as_flat(x: Tensor) -> Tensor:
 def flattened(x: Tensor) -> Tensor:
     """A dense tensor in one dimension, over the same memory."""
     return x if x.dim() == 1 else x.view(-1)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of a dense tensor, over the same memory."""
+    flat = flattened(x)
+    # The stride of one element may be any number, such as the 0 of an expanded gradient.
+    return (flat if flat.numel() > 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:

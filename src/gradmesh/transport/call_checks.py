@@ -59,7 +59,7 @@ from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.backends.own_group import FLAGS, RETURNED_REMEDY, CallCheck
 from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
-from gradmesh.ops.transport import dense, flattened
+from gradmesh.ops.transport import bytes_of, dense
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
 from gradmesh.transport.packing import with_memory
@@ -755,7 +755,7 @@ def bits_of(x: Tensor, size: int) -> bytes:
     """
     if not x.numel():
         return bytes(size)
-    memory = flattened(with_memory(dense(x))).view(torch.uint8)
+    memory = bytes_of(with_memory(dense(x)))
     if memory.storage_offset() % 8:
         memory = memory.clone()
     whole = memory.numel() // (8 * _LANES) * (8 * _LANES)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from gradmesh._torch import functional
 from gradmesh.backends.own_group import FLAGS, OwnGroup, OwnWork
-from gradmesh.ops.transport import Transport, as_flat, dense, flattened
+from gradmesh.ops.transport import Transport, as_flat, bytes_of, dense, flattened
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import RankState, rank_state
 from gradmesh.transport import packing
@@ -91,7 +91,7 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
         state.waits_at_exit = True
         atexit.register(_flush_at_exit, posted)
     if message.device.type == "cpu":
-        body = flattened(message).view(torch.uint8)
+        body = bytes_of(message)
         parts = [_header(body.numel(), greeting), body]
     else:
         parts = [flat_memory(message)]
@@ -116,7 +116,7 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     if length == _NOTHING or said != _padded(greeting):
         _discard(length, axis, peer)
         return said.rstrip().decode(errors="replace")
-    _recv(flattened(out).view(torch.uint8), axis, peer)
+    _recv(bytes_of(out), axis, peer)
     return None
 
 
@@ -464,7 +464,7 @@ class TorchGroup(GroupTransport):
 
 def _bytes(flat: Tensor) -> Tensor:
     """The memory of a dense tensor."""
-    return flattened(with_memory(flat)).view(torch.uint8)
+    return bytes_of(with_memory(flat))
 
 
 def _as(rows: Tensor, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from gradmesh.backends.own_group import mismatched_message
 from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import MismatchError
+from gradmesh.ops.transport import bytes_of
 
 __all__ = ["DTYPE_NUMBER", "P2PChannel", "Receive", "Send", "misfit"]
 
@@ -312,8 +313,7 @@ def _wants(receive: Receive, kept: _Incoming) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.view(-1)
-    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+    return tensor.view(-1) if tensor.dtype is torch.uint8 else bytes_of(tensor)
 
 
 def _show(dtype: torch.dtype) -> str:
