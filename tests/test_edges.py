@@ -259,7 +259,7 @@ def test_shift_and_permute_carry_sizes_that_differ(threads: Threads) -> None:
     ]
 
 
-ONE_ELEMENT: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+ONE_ELEMENT: dict[str, tuple[Callable[[Tensor], Any], list[float]]] = {
     "all_gather": (lambda x: gm.all_gather(x[None]), [2, 2]),
     "all_reduce": (lambda x: gm.all_reduce(x, dst=gm.R), [2, 2]),
     "all_to_all": (lambda x: gm.all_to_all(x.expand(2, *x.shape), split_dim=0, concat_dim=0), [2, 2]),

@@ -32,7 +32,7 @@ class Send:
     """A tensor to send. `ended` is called when all its bytes are in the ring."""
 
     def __init__(self, tensor: Tensor, target: int, tag: int) -> None:
-        self.bytes = _bytes(tensor)
+        self.bytes = bytes_of(tensor)
         self.header = _HEADER.pack(tag, DTYPE_NUMBER[tensor.dtype], tensor.numel(), self.bytes.numel())
         self.target = target
         self.position = -_HEADER.size
@@ -265,7 +265,7 @@ class P2PChannel:
             return None
         coming.receive = next((receive for receive in asked if receive.tag == coming.tag), None)
         if coming.receive is not None and coming.fits(coming.receive.tensor):
-            coming.bytes = _bytes(coming.receive.tensor)
+            coming.bytes = bytes_of(coming.receive.tensor)
         else:
             with torch.inference_mode(False):  # it may be filled in a different mode
                 coming.bytes = torch.empty(coming.size, dtype=torch.uint8, device="cpu")
@@ -278,7 +278,7 @@ class P2PChannel:
         receive = coming.receive
         if receive is None or coming.bytes is None:
             return
-        target = _bytes(receive.tensor)
+        target = bytes_of(receive.tensor)
         if not coming.fits(receive.tensor):
             receive.misfit = str(coming)
         elif coming.bytes.data_ptr() != target.data_ptr():
@@ -310,10 +310,6 @@ def misfit(receive: Receive, group: str) -> MismatchError:
 
 def _wants(receive: Receive, kept: _Incoming) -> bool:
     return kept.receive is None and kept.tag == receive.tag and receive.source in (None, kept.source)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1) if tensor.dtype is torch.uint8 else bytes_of(tensor)
 
 
 def _show(dtype: torch.dtype) -> str:
