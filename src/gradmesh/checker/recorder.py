@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
+from gradmesh._torch import is_fake
 from gradmesh._torch.compilers import resolve_group
 from gradmesh._torch.operators import (
     DispatchMode,
@@ -57,6 +59,7 @@ from gradmesh.checker.trace import (
     is_multiple,
     nameless,
 )
+from gradmesh.ops.transport import bytes_of
 from gradmesh.type_inference.collectives import COLLECTIVES
 from gradmesh.type_inference.tracker import memory_of
 
@@ -379,7 +382,7 @@ class Numbering:
                 return number
             if x.requires_grad and x.numel():  # where there is nothing, nothing is lost
                 return self._lost(x, "where a tensor came from is not known")
-        random = x in self._random
+        random = self._random.get(x, 0)
         number = self._number(x, False)
         if self.modules.still:
             self.taken[number] = self._still_in((x,))
@@ -590,6 +593,8 @@ def _flat(value: Any) -> list[Tensor]:
     return [each for part in value for each in _flat(part)]
 
 
+_DRAWN = 4096
+"""How many elements tell what was drawn."""
 _CHECKPOINT = torch.utils.checkpoint.__file__
 """What is detached in here is what autograd keeps."""
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -776,7 +781,11 @@ class Recorder(Numbering, DispatchMode):
         if targets and not self.backward and not self.stepping:
             self._see_writing(func, args, kwargs, targets)
         draws = _draws(func, args, kwargs)
-        drawn = draws or bool(self._random and any(x in self._random for x in tensors_in((args, kwargs))))
+        drawn = (
+            {self._random[x] for x in tensors_in((args, kwargs)) if x in self._random}
+            if self._random
+            else set()
+        )
         still = self._still_in(tensors_in((args, kwargs))) if self.modules.still else frozenset[int]()
         if (self.roots or self.left_over) and not self.backward and not self.stepping:
             result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
@@ -786,9 +795,11 @@ class Recorder(Numbering, DispatchMode):
             result = func(*args, **kwargs)
         given = tensors_in((args, kwargs)) if self._came and not self._trains() else ()
         came = any(x in self._came for x in given)
-        for x in tensors_in(result) if drawn or still or came else ():
-            if drawn:
-                self._random[x] = True
+        for x in tensors_in(result) if draws or drawn or still or came else ():
+            if draws:
+                self._random[x] = _number_of_draw(x)
+            elif drawn:
+                self._random[x] = hash(frozenset(drawn)) if len(drawn) > 1 else min(drawn)
             if came:
                 self._came[x] = True
             if still and id(x) not in self.modules.still:
@@ -902,7 +913,7 @@ class Recorder(Numbering, DispatchMode):
                 known.id if known is not None else self._number(x, x.is_floating_point() or x.is_complex())
             )
             if drawn:
-                self._random[x] = True
+                self._random[x] = _number_of_draw(x)
             if not self._follows():
                 self._cut[x] = True
         for x in written_to:
@@ -917,7 +928,7 @@ class Recorder(Numbering, DispatchMode):
         scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
         self._numbers += 1
         factor = Ref(self._numbers)
-        self.tape.events.append(ProgramInput(factor.id, scale, random=True))
+        self.tape.events.append(ProgramInput(factor.id, scale, random=_number_of_draw(mask)))
         outs = [self._number(made, True)]
         product = (event.args[0], factor)
         self.tape.events.append(Op("aten.mul.Tensor", product, {}, outs, event.site, event.call))
@@ -1083,6 +1094,13 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     bound = arguments(func, args, kwargs)
     may_drop = any(name == "dropout_p" for name, _ in arguments_of(func))
     return not may_drop or bound.get("dropout_p", 0.0) != 0.0
+
+
+def _number_of_draw(x: Tensor) -> int:
+    """A number, not 0, for what was drawn, by its first elements; the same in every process."""
+    if x.device.type != "cpu" or is_fake(x):
+        return 1
+    return 2 + zlib.crc32(bytes(bytes_of(x.detach().flatten()[:_DRAWN].contiguous()).tolist()))
 
 
 def _is_factory(func: Any) -> bool:

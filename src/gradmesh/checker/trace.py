@@ -38,7 +38,7 @@ class ProgramInput:
         value: a copy.
         leaf: whether autograd accumulates a gradient for it.
         name: of the parameter, as its module calls it; "" for what has none.
-        random: whether a random operator made it.
+        random: a number for what was drawn at random for it, the same where that is; 0: nothing.
         lost: why it is not known where it came from, though autograd follows it; "" where that is known.
         of: its number before the last step, where it was made before that; else -1.
         site: of the line that took it, where it is lost.
@@ -48,7 +48,7 @@ class ProgramInput:
     value: Tensor
     leaf: bool = False
     name: str = ""
-    random: bool = False
+    random: int = 0
     lost: str = ""
     site: int = -1
     of: int = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from gradmesh.checker.judging.context import Context, finding, listed, with_text
 from gradmesh.checker.judging.parameters import Got, Segment, in_double, is_constant, is_sum, near
 from gradmesh.checker.trace import (
     MOVES,
+    Alias,
     Lost,
     Op,
     Param,
@@ -232,13 +234,23 @@ def same_data(context: Context) -> list[Finding]:
     return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), group)]
 
 
+class _Masked(NamedTuple):
+    """A product with a random mask."""
+
+    event: Op
+    operand: Tensor
+    mask: ProgramInput
+
+
 def masks(context: Context) -> list[Finding]:
     """GM302, GM303: Random masks that differ where the activation is the same, or the other way round."""
-    drawn: list[dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]]] = []
+    drawn: list[dict[tuple[str, str, int], _Masked]] = []
+    data: list[list[Tensor]] = []
     for rank in range(len(context.tapes)):
-        masks = {e.id: e.value for e in context.events(rank) if isinstance(e, ProgramInput) and e.random}
+        inputs = {e.id: e for e in context.events(rank) if isinstance(e, ProgramInput)}
+        masks = {number: e for number, e in inputs.items() if e.random}
         leaves = {e.id for e in context.events(rank) if isinstance(e, ProgramInput) and e.leaf}
-        own: dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]] = {}
+        own: dict[tuple[str, str, int], _Masked] = {}
         for event in context.events(rank):
             if not isinstance(event, Op) or event.name.split(".")[1] not in (
                 "mul",
@@ -251,32 +263,58 @@ def masks(context: Context) -> list[Finding]:
             mask = next((masks[n] for n in taken if n in masks), None)
             others = [n for n in taken if n not in masks and n not in leaves]
             operand = context.tensor(rank, others[0]) if others else None
-            if mask is None or operand is None or not _is_mask(mask):
+            if mask is None or operand is None or not _is_mask(mask.value):
                 continue
             place = str(context.place(rank, event.site))
             nth = sum(1 for key in own if key[:2] == (event.name, place))
-            own[event.name, place, nth] = (event, operand.detach(), mask)
+            own[event.name, place, nth] = _Masked(event, operand.detach(), mask)
         drawn.append(own)
+        used = {each.mask.id for each in own.values()}
+        data.append([e.value for e in inputs.values() if not e.leaf and e.id not in used])
     found: dict[tuple[str, str], Finding] = {}
     for key in set.intersection(*[set(each) for each in drawn]):
-        alike = _alike([each[key][1] for each in drawn])
+        every = [each[key] for each in drawn]
+        alike = _alike([each.operand for each in every])
         for ranks in alike:
-            own_masks = [drawn[rank][key][2] for rank in ranks]
-            if len(ranks) > 1 and not all(torch.equal(x, own_masks[0]) for x in own_masks):
-                event = drawn[ranks[0]][key][0]
+            there = [every[rank] for rank in ranks]
+            apart = not all(torch.equal(each.mask.value, there[0].mask.value) for each in there)
+            # Ranks may make masks of their own from one draw, and mask parameters for data of their own.
+            apart = apart and len({each.mask.random for each in there}) > 1
+            if apart and (
+                all(_same_data(data[rank], data[ranks[0]]) for rank in ranks)
+                or all(_is_of_a_call(context, rank, every[rank].event) for rank in ranks)
+            ):
+                event = there[0].event
                 said = f"the activation is the same on ranks {_numbers(ranks)}, and each draws another mask for it"
                 at = context.place(ranks[0], event.site)
                 found.setdefault(("GM302", key[1]), finding("GM302", said, at, None, ranks))
-        everything = [each[key][2] for each in drawn]
+        everything = [each.mask.value for each in every]
         same = len({x.shape for x in everything}) == 1 and all(
             torch.equal(x, everything[0]) for x in everything
         )
         if len(alike) == len(drawn) and same and context.again.calls:
-            event = drawn[0][key][0]
+            event = every[0].event
             said = "every rank draws the same mask, for another part of the activation"
             at = context.place(0, event.site)
             found.setdefault(("GM303", key[1]), finding("GM303", said, at, None, range(len(drawn))))
     return list(found.values())
+
+
+def _same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(own) == len(other) and all(map(torch.equal, own, other))
+
+
+def _is_of_a_call(context: Context, rank: int, at: Op) -> bool:
+    """Whether an operand of an operator is made of what a collective returned."""
+    events = context.events(rank)
+    wanted = set(refs(at))
+    for event in reversed(events[: next(n for n, each in enumerate(events) if each is at)]):
+        made = event.outs if isinstance(event, (Op, Sent)) else [event.id] if isinstance(event, Alias) else []
+        if wanted.intersection(made):
+            if isinstance(event, Sent):
+                return True
+            wanted.update(refs(event))
+    return False
 
 
 def _is_mask(x: Tensor) -> bool:
