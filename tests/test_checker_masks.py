@@ -102,6 +102,14 @@ def test_parameters_may_be_masked_for_each_ranks_own_data(tmp_path: Path, wrappe
     assert rules(tmp_path, model, "3 + rank", "") == []
 
 
+def test_sparse_data_are_not_compared(tmp_path: Path) -> None:
+    mixed = "torch.sparse.mm(torch.eye(6).to_sparse(), self.places.weight)"
+    model = PLACES.replace("{places}", f"{mixed} + {DROPPED}").replace(
+        "{wrapped}", "DistributedDataParallel(Model())"
+    )
+    assert rules(tmp_path, model, "3 + rank", "") == []
+
+
 @pytest.mark.parametrize(
     "mine",
     [
@@ -128,7 +136,9 @@ def test_ranks_that_work_on_one_batch_have_to_drop_alike(tmp_path: Path, words: 
 
 
 def test_copies_that_a_sum_made_have_to_be_dropped_alike(tmp_path: Path) -> None:
-    model = EXPERTS.replace("{words}", WORDS).replace("{mine}", "x * here")
+    model = EXPERTS.replace("{words}", WORDS).replace(
+        "{mine}", "x * here + torch.full((1,), 0.1 * rank)"
+    )  # data of its own
     model = model.replace("self.head(Sum.apply(", "self.head(F.dropout(Sum.apply(").replace(
         "* here))", "* here), 0.2))"
     )

@@ -781,11 +781,8 @@ class Recorder(Numbering, DispatchMode):
         if targets and not self.backward and not self.stepping:
             self._see_writing(func, args, kwargs, targets)
         draws = _draws(func, args, kwargs)
-        drawn = (
-            {self._random[x] for x in tensors_in((args, kwargs)) if x in self._random}
-            if self._random
-            else set()
-        )
+        given = tensors_in((args, kwargs)) if self._random else ()
+        drawn = {self._random[x] for x in given if x in self._random}
         still = self._still_in(tensors_in((args, kwargs))) if self.modules.still else frozenset[int]()
         if (self.roots or self.left_over) and not self.backward and not self.stepping:
             result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
@@ -1098,7 +1095,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _number_of_draw(x: Tensor) -> int:
     """A number, not 0, for what was drawn, by its first elements; the same in every process."""
-    if x.device.type != "cpu" or is_fake(x):
+    if x.device.type != "cpu" or x.layout is not torch.strided or is_fake(x):
         return 1
     return 2 + zlib.crc32(bytes(bytes_of(x.detach().flatten()[:_DRAWN].contiguous()).tolist()))
 

@@ -118,9 +118,8 @@ class ProcessRanks:
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()
         self._held = contextlib.ExitStack()
-        self._port = self._held.enter_context(
-            held_port()
-        )  # for programs that create a store from the environment
+        # For programs that create a store from the environment.
+        self._port = self._held.enter_context(held_port())
         try:
             for rank in range(size):
                 self._start(rank, backend)

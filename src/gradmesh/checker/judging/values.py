@@ -300,10 +300,6 @@ def masks(context: Context) -> list[Finding]:
     return list(found.values())
 
 
-def _same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(own) == len(other) and all(map(torch.equal, own, other))
-
-
 def _is_of_a_call(context: Context, rank: int, at: Op) -> bool:
     """Whether an operand of an operator is made of what a collective returned."""
     events = context.events(rank)
@@ -574,7 +570,12 @@ def _is_joined(pairs: Sequence[_OfClosure], at: int) -> bool:
 
 
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
+    """Not where they are sparse, which torch does not compare."""
+    return a.shape == b.shape and a.layout is b.layout is torch.strided and torch.equal(a, b)
+
+
+def _same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(own) == len(other) and all(map(_same_numbers, own, other))
 
 
 _OfClosure = tuple[Step, Step | None, set[tuple[int, ...]]]
