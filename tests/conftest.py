@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.launch import process_ranks
-from gradmesh_pytest.running import World
+from gradmesh.launch.outcomes import Outcome
+from gradmesh_pytest.running import Pools, World
+from gradmesh_pytest.settings import Where
 from tests.forking import Forking
 from tests.warm_ranks import Processes, read_at_import
 
@@ -74,6 +77,36 @@ def _warm() -> Iterator[Processes]:
         )
         yield warm
     warm.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _idle_ranks_stop() -> Iterator[None]:
+    """Ranks of a pool stop while no test uses them: the threads of their Gloo groups wake 100 times a second each."""
+    attempt, end = Pools.attempt, Pools._end
+
+    def attempted(self: Pools, where: Where, *args: Any) -> Outcome:
+        _signal(self, (where.size, where.backend), signal.SIGCONT)
+        try:
+            return attempt(self, where, *args)
+        finally:
+            _signal(self, (where.size, where.backend), signal.SIGSTOP)
+
+    def ended(self: Pools, key: tuple[int, str]) -> None:
+        _signal(self, key, signal.SIGCONT)
+        end(self, key)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Pools, "attempt", attempted)
+        patched.setattr(Pools, "_end", ended)
+        yield
+
+
+def _signal(pools: Pools, key: tuple[int, str], number: signal.Signals) -> None:
+    """Send a signal to the processes of a pool."""
+    pool = pools._pools.get(key)
+    for process in getattr(pool and pool._ranks, "_processes", ()):
+        if process.poll() is None:
+            os.kill(process.pid, number)
 
 
 @pytest.fixture(autouse=True)

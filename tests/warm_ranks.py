@@ -184,6 +184,12 @@ def _keep(
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
         os.write(status, struct.pack("i", pid))
+        poll = select.poll()
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+        poll.register(status, 0)  # an error where nobody reads it any more
+        poll.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)  # the tests are gone: a rank that they stopped has to notice
         _, ended = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):
             os.write(status, struct.pack("i", os.waitstatus_to_exitcode(ended)))
