@@ -119,6 +119,7 @@ class _Fault:
         for module, name in (
             (dist, "all_reduce"),
             (dist, "reduce_scatter_tensor"),
+            (dist, "reduce_scatter_single"),  # what FSDP2 calls, with keywords
             (functional, "all_reduce"),
             (functional, "reduce_scatter_tensor"),
         ):
@@ -134,11 +135,12 @@ class _Fault:
 
     def _wrapped(self, in_place: bool, original: Any) -> Any:
         @functools.wraps(original)
-        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if args else kwargs["output" if "output" in kwargs else "tensor"]
             mine = self.inside and self.count == self.chosen
             self.count += self.inside
             before = x.detach().clone() if mine and isinstance(x, torch.Tensor) else x
-            result = original(x, *args, **kwargs)
+            result = original(*args, **kwargs)
             if mine:
                 self.place = f"{original.__name__} of {tuple(x.shape)}"
                 made = x if in_place else result
