@@ -10,21 +10,35 @@ from __future__ import annotations
 import abc
 import contextlib
 import datetime
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from gradmesh._torch import compiling, never_compiled
+from gradmesh import _torch
+from gradmesh._torch import compiling, is_fake, never_compiled
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, show_site, show_tensors
-from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, ShapeError, message
+from gradmesh._util.dtypes import NEVER_COPIED
+from gradmesh.errors import (
+    AbortedError,
+    ArgumentError,
+    DeadlockError,
+    DTypeError,
+    MismatchError,
+    ShapeError,
+    message,
+)
+
+T = TypeVar("T")
 
 FLAGS = (1 << 34) - 1
 """The bits of a call hash that carry flags; only the other bits are compared."""
@@ -346,7 +360,7 @@ class TorchNames(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass
 
-    def _shown(self) -> str:
+    def shown(self) -> str:
         """The group and the rank, for errors."""
         return f"group '{self._name}', rank {self.place} of {self.count}"
 
@@ -395,7 +409,7 @@ class TorchNames(dist.ProcessGroup):
             raise type(error)(
                 message(
                     _problem(self.place, late if wait_all_ranks else late[:1], timeout, wait_all_ranks),
-                    axis=self._shown(),
+                    axis=self.shown(),
                     expected="this barrier on every rank of the group",
                     got=f"missing: {missing}\n{error}" if late else str(error),
                     remedy="check the missing ranks for an exception, an early return or a different collective",
@@ -413,7 +427,7 @@ class TorchNames(dist.ProcessGroup):
             raise ArgumentError(
                 message(
                     "all_gather_coalesced requires one list of outputs per rank",
-                    axis=self._shown(),
+                    axis=self.shown(),
                     expected=f"{self.count} lists of {len(inputs)} tensors",
                     got=f"lists of lengths {[len(of_rank) for of_rank in outputs]}",
                     remedy="pass one list per rank, each with as many output tensors as there are inputs",
@@ -478,15 +492,14 @@ def group_cache(group: dist.ProcessGroup) -> BoundedCache | None:
     return group.kept if not compiling() and isinstance(group, OwnGroup) else None
 
 
-class OwnGroup(TorchNames):
+class PythonGroup(TorchNames):
     """A process group in Python.
 
     Subclasses implement torch's calls under the names of torch 2.13 (other names delegate to these): allreduce, reduce,
     reduce_scatter, reduce_scatter_single_coalesced, broadcast, allgather, all_gather_single_coalesced, gather, scatter,
     alltoall, all_to_all_single, barrier, send. Each starts immediately and returns a work. `opts` are torch's options:
     `rootRank`, `reduceOp`, and `asyncOp` (whether the caller waits later). Ranks are group ranks. All ranks must make
-    the same calls in the same order; otherwise every rank gets an error. Reductions are in rank order: the same bits on
-    every rank.
+    the same calls in the same order. Reductions are in rank order: the same bits on every rank.
     """
 
     _coalesced: list[OwnWork] | None = None
@@ -526,6 +539,81 @@ class OwnGroup(TorchNames):
     def abort(self) -> None:
         """Leave the group immediately."""
         self.shutdown()
+
+    # -- splitting tensors
+
+    def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
+        if len(tensors) != self.count:
+            raise ArgumentError(
+                message(
+                    f"{call} requires one tensor per rank",
+                    axis=self.shown(),
+                    expected=f"a list of {self.count} tensors",
+                    got=f"{len(tensors)} tensors",
+                    remedy="pass a list with one tensor per rank, e.g. list(x.chunk(dist.get_world_size(group)))",
+                )
+            )
+        return tensors
+
+    def _not_one_piece_per_rank(self, whole: torch.Tensor, piece: torch.Tensor) -> ShapeError:
+        return ShapeError(
+            message(
+                "the shape of the full tensor does not match the shape of its parts",
+                axis=self.shown(),
+                expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
+                got=f"shape {list(whole.shape)} for parts of shape {list(piece.shape)}",
+                remedy=f"allocate the full tensor with {self.count} times the rows of a part",
+            )
+        )
+
+    def _split_sizes(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
+        """The rows sent to or received from each rank; equal for an empty list."""
+        rows = tensor.shape[0] if tensor.dim() else -1
+        if not splits and rows >= 0 and rows % self.count == 0:
+            splits = [rows // self.count] * self.count
+        if len(splits) != self.count or sum(splits) != rows:
+            raise ShapeError(
+                message(
+                    "the split sizes do not add up to the size of dim 0",
+                    op="all_to_all_single",
+                    axis=self.shown(),
+                    expected=f"{self.count} sizes whose sum is {max(rows, 0)}",
+                    got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
+                    remedy="pass one size per rank, e.g. [4, 3] for 7 rows on 2 ranks",
+                )
+            )
+        return list(splits)
+
+    # -- checking tensors
+
+    def _rows(
+        self, large: torch.Tensor, small: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor
+    ) -> torch.Tensor:
+        """The flat full tensor as one row per rank, if it matches the flat part."""
+        if large.dtype != small.dtype:
+            self._fits("output", whole, piece, sizes=False)
+        if large.numel() != self.count * small.numel():
+            raise self._not_one_piece_per_rank(whole, piece)
+        return large.view(self.count, small.numel())
+
+    def _fits(self, what: str, tensor: torch.Tensor, other: torch.Tensor, *, sizes: bool = True) -> None:
+        if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
+            raise ShapeError(
+                message(
+                    f"the {what} does not match the input",
+                    axis=self.shown(),
+                    expected=show_tensors([other]),
+                    got=show_tensors([tensor]),
+                    remedy="allocate the output with the input's dtype and number of elements",
+                )
+            )
+
+
+class OwnGroup(PythonGroup):
+    """A process group that compares the ranks' calls, and has calls for gradmesh's data path beside torch's.
+
+    If the ranks' calls differ, every rank gets an error.
+    """
 
     # -- for gradmesh
     #
@@ -585,50 +673,6 @@ class OwnGroup(TorchNames):
     @abc.abstractmethod
     def withdraw(self, call_check: CallCheck | None, said: str) -> None:
         """Abort a call on all ranks, because this rank failed before it could make it; `said` is the reason."""
-
-    # -- splitting tensors
-
-    def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
-        if len(tensors) != self.count:
-            raise ArgumentError(
-                message(
-                    f"{call} requires one tensor per rank",
-                    axis=self._shown(),
-                    expected=f"a list of {self.count} tensors",
-                    got=f"{len(tensors)} tensors",
-                    remedy="pass a list with one tensor per rank, e.g. list(x.chunk(dist.get_world_size(group)))",
-                )
-            )
-        return tensors
-
-    def _not_one_piece_per_rank(self, whole: torch.Tensor, piece: torch.Tensor) -> ShapeError:
-        return ShapeError(
-            message(
-                "the shape of the full tensor does not match the shape of its parts",
-                axis=self._shown(),
-                expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
-                got=f"shape {list(whole.shape)} for parts of shape {list(piece.shape)}",
-                remedy=f"allocate the full tensor with {self.count} times the rows of a part",
-            )
-        )
-
-    def _split_sizes(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-        """The rows sent to or received from each rank; equal for an empty list."""
-        rows = tensor.shape[0] if tensor.dim() else -1
-        if not splits and rows >= 0 and rows % self.count == 0:
-            splits = [rows // self.count] * self.count
-        if len(splits) != self.count or sum(splits) != rows:
-            raise ShapeError(
-                message(
-                    "the split sizes do not add up to the size of dim 0",
-                    op="all_to_all_single",
-                    axis=self._shown(),
-                    expected=f"{self.count} sizes whose sum is {max(rows, 0)}",
-                    got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
-                    remedy="pass one size per rank, e.g. [4, 3] for 7 rows on 2 ranks",
-                )
-            )
-        return list(splits)
 
 
 SAME_CALLS = "every rank of a group makes the same calls in the same order"
@@ -750,3 +794,137 @@ def timeout_of_group(given: datetime.timedelta) -> datetime.timedelta:
     if given == default_pg_timeout and isinstance(seconds, float):
         return datetime.timedelta(seconds=seconds)
     return given
+
+
+# ---- tensors of torch's interface, as flat ones
+
+
+class Results:
+    """The results of a call as flat tensors, and the copies to make at its end."""
+
+    def __init__(self, group: PythonGroup) -> None:
+        self._group = group
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def flat(self, tensor: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
+        """A result as a flat tensor, with its current values if `keep`; raises unless it is dense and on the CPU."""
+        _on_cpu(tensor, self._group)
+        # Detached, because autograd may not allow writing to a view.
+        plain = tensor.detach()
+        if plain.is_contiguous() and not plain.is_neg() and not plain.is_conj():
+            return plain if plain.dim() == 1 else plain.view(-1)
+        if any(size > 1 and stride == 0 for size, stride in zip(plain.shape, plain.stride(), strict=True)):
+            raise ShapeError(
+                message(
+                    "an output tensor is expanded: several of its elements share memory",
+                    axis=self._group.shown(),
+                    expected="a tensor with separate memory for each element",
+                    got=f"shape {list(plain.shape)} with strides {list(plain.stride())}",
+                    remedy="pass out.clone()",
+                )
+            )
+        dense = _torch.in_plain_mode(partial(_dense_like, plain, keep))
+        self._copies.append((plain, dense))
+        return dense.view(-1)
+
+    def after(self, calls: Sequence[Iterator[T]]) -> Iterator[T]:
+        """The calls in sequence, then the copies."""
+        if len(calls) == 1 and not self._copies:
+            return calls[0]
+        return itertools.chain(itertools.chain.from_iterable(calls), self._finally())
+
+    def _finally(self) -> Iterator[Any]:
+        self.copy()
+        yield from ()
+
+    def copy(self) -> None:
+        """Copy now."""
+        for tensor, dense in self._copies:
+            tensor.copy_(dense)
+
+
+def operand(tensor: torch.Tensor, group: PythonGroup) -> torch.Tensor:
+    """An operand as a flat tensor in logical element order, for any memory format."""
+    _on_cpu(tensor, group)
+    plain = tensor.detach()
+    if not plain.is_contiguous() or plain.is_neg() or plain.is_conj():
+        plain = _torch.in_plain_mode(partial(_dense_like, plain, True))
+    return plain if plain.dim() == 1 else plain.view(-1)
+
+
+def _dense_like(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+    """A contiguous tensor of the same shape, with the same values if `keep`."""
+    dense = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return dense.copy_(tensor) if keep else dense
+
+
+def _on_cpu(tensor: torch.Tensor, group: PythonGroup) -> None:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_fake(tensor):
+        raise ArgumentError(
+            message(
+                f"the {group.backend} backend supports only dense CPU tensors",
+                axis=group.shown(),
+                expected="a dense CPU tensor with values",
+                got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
+                remedy="for CUDA tensors create a second group: torch.distributed.new_group(backend='nccl')",
+            )
+        )
+    if tensor.dtype in NEVER_COPIED:
+        raise DTypeError(
+            message(
+                "unsupported dtype: torch implements no copy kernel for it",
+                axis=group.shown(),
+                expected="a dtype that torch copies",
+                got=str(tensor.dtype),
+                remedy="send its bytes, x.view(torch.uint8), and view them back on the other ranks",
+            )
+        )
+
+
+_reducible: set[tuple[torch.dtype, str]] = set()
+
+
+def reducible(flat: torch.Tensor, op: str) -> None:
+    """Raise DTypeError, before anything is sent, if torch does not support the reduction for this dtype."""
+    if (flat.dtype, op) in _reducible:
+        return
+    try:
+        _torch.in_plain_mode(lambda: REDUCTIONS[op](flat[:0], flat[:0]))
+    except RuntimeError as error:
+        raise DTypeError(
+            message(
+                f"reduction {op} is not implemented for {flat.dtype}",
+                expected="a dtype for which torch implements the reduction",
+                got=f"{flat.dtype}: {error}",
+                remedy="convert the tensor first, e.g. x.float() for SUM or x.int() for BAND, BOR and BXOR",
+            )
+        ) from error
+    _reducible.add((flat.dtype, op))
+
+
+def in_mode_of(tensors: Sequence[torch.Tensor], work: Callable[[], object]) -> None:
+    """Run `work`, which writes to the tensors, in inference mode if they are inference tensors."""
+    if tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            work()
+    else:
+        work()
+
+
+def elements(tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    """The number of elements in the given numbers of rows of dim 0."""
+    each = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return [row * each for row in rows]
+
+
+def fold(op: str, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Reduce tensors in order, into `out`, which may be the first or the second of them."""
+    function = REDUCTIONS[op]
+    if len(rows) == 1:
+        out.copy_(rows[0])
+    else:
+        function(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            function(out, row, out=out)
+    if op == "AVG":
+        averaged(out, len(rows))

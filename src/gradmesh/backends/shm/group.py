@@ -13,24 +13,28 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradmesh._util.call_sites import show_tensors
-from gradmesh.backends.own_group import CallCheck, OwnWork, Tensors, reduction, refusal
+from gradmesh.backends.own_group import (
+    CallCheck,
+    OwnWork,
+    Results,
+    Tensors,
+    elements,
+    in_mode_of,
+    operand,
+    reducible,
+    reduction,
+    refusal,
+)
 from gradmesh.backends.shm import data_path
 from gradmesh.backends.shm.data_path import (
     REDUCTION_NUMBER,
     DirectCalls,
-    Results,
     call_hash,
-    elements,
     facts,
-    in_mode_of,
-    operand,
-    reducible,
 )
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork, Shown, Steps
 from gradmesh.backends.shm.p2p import DTYPE_NUMBER, Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
-from gradmesh.errors import ShapeError, message
 
 __all__ = ["ShmGroup"]
 
@@ -67,7 +71,7 @@ class ShmGroup(DirectCalls):
         self.engine.abort()
 
     def __repr__(self) -> str:
-        return f"ShmGroup({self._shown()})"
+        return f"ShmGroup({self.shown()})"
 
     # -- starting
 
@@ -85,7 +89,7 @@ class ShmGroup(DirectCalls):
         return self._collected(work)
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        return operand(tensor, self._shown)
+        return operand(tensor, self)
 
     # -- reductions
 
@@ -93,7 +97,7 @@ class ShmGroup(DirectCalls):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
         op = reduction(opts, self.backend)
         shown = Shown(f"all_reduce({op.lower()})", tensors)
-        calls, after = [], Results(self._shown)
+        calls, after = [], Results(self)
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo and tensor.is_cpu and op == "SUM":
                 numbers = len(tensors), DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
@@ -110,7 +114,7 @@ class ShmGroup(DirectCalls):
     def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
         op, root = reduction(opts, self.backend), opts.rootRank
         shown = Shown(f"reduce({op.lower()}, root {root})", tensors)
-        after = Results(self._shown)
+        after = Results(self)
         flat = after.flat(tensors[0], keep=True)
         reducible(flat, op)
         call = self._call("reduce", shown, *facts(flat), REDUCTION_NUMBER[op], root)
@@ -123,7 +127,7 @@ class ShmGroup(DirectCalls):
         op = reduction(opts, self.backend)
         shown = Shown(f"reduce_scatter({op.lower()})", inputs[0], outputs)
         calls: list[Steps] = []
-        after = Results(self._shown)
+        after = Results(self)
         for output, given in zip(outputs, inputs, strict=True):
             out = after.flat(output)
             flats = [self._flat(tensor) for tensor in self._one_per_rank("reduce_scatter", given)]
@@ -144,7 +148,7 @@ class ShmGroup(DirectCalls):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
         op = reduction(opts, self.backend)
         shown = Shown(f"reduce_scatter_single({op.lower()})", inputs, outputs)
-        calls, after = [], Results(self._shown)
+        calls, after = [], Results(self)
         for output, given in zip(outputs, inputs, strict=True):
             out = after.flat(output)
             rows = self._rows(self._flat(given), out, given, output).unbind(0)
@@ -160,7 +164,7 @@ class ShmGroup(DirectCalls):
     def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
         root = opts.rootRank
         shown = Shown(f"broadcast(root {root})", tensors)
-        calls, after = [], Results(self._shown)
+        calls, after = [], Results(self)
         for tensor in tensors:
             flat = after.flat(tensor, keep=self.place == root)
             call = self._call("broadcast", shown, len(tensors), *facts(flat), root)
@@ -170,7 +174,7 @@ class ShmGroup(DirectCalls):
     @override
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
         shown = Shown("all_gather", inputs, outputs[0])
-        calls, after = [], Results(self._shown)
+        calls, after = [], Results(self)
         for taken, given in zip(outputs, inputs, strict=True):
             flat = self._flat(given)
             outs = [after.flat(tensor) for tensor in self._one_per_rank("all_gather", taken)]
@@ -183,7 +187,7 @@ class ShmGroup(DirectCalls):
     @override
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
         shown = Shown("all_gather_single", inputs, outputs)
-        calls, after = [], Results(self._shown)
+        calls, after = [], Results(self)
         for output, given in zip(outputs, inputs, strict=True):
             flat = self._flat(given)
             rows = self._rows(after.flat(output), flat, output, given)
@@ -194,7 +198,7 @@ class ShmGroup(DirectCalls):
     @override
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
         root, given = opts.rootRank, inputs[0]
-        after, flat = Results(self._shown), self._flat(given)
+        after, flat = Results(self), self._flat(given)
         nothing = flat[:0]
         taken = [nothing] * self.count
         shown = Shown(f"gather(root {root})", inputs, outputs[0] if outputs else [])
@@ -209,7 +213,7 @@ class ShmGroup(DirectCalls):
     @override
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
         root, output = opts.rootRank, outputs[0]
-        after = Results(self._shown)
+        after = Results(self)
         out = after.flat(output)
         nothing = out[:0]
         gives = [nothing] * self.count
@@ -226,7 +230,7 @@ class ShmGroup(DirectCalls):
     @override
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
         shown = Shown("all_to_all", inputs, outputs)
-        after = Results(self._shown)
+        after = Results(self)
         gives = [self._flat(tensor) for tensor in self._one_per_rank("all_to_all", inputs)]
         taken = [after.flat(tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
         self._fits("entry of this rank in the output list", outputs[self.place], inputs[self.place])
@@ -245,7 +249,7 @@ class ShmGroup(DirectCalls):
         opts: Any = None,
     ) -> OwnWork:
         shown = Shown("all_to_all_single", [input], [output])
-        after = Results(self._shown)
+        after = Results(self)
         given, out = self._flat(input), after.flat(output)
         self._fits("output", output, input, sizes=False)
         gives = given.split(elements(input, self._split_sizes(input, input_splits)))
@@ -273,31 +277,9 @@ class ShmGroup(DirectCalls):
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
         sender = "any rank" if source is None else f"rank {source}"
         shown = Shown(f"recv(from {sender}, tag {tag})", tensors)
-        results = Results(self._shown)
+        results = Results(self)
         flat = results.flat(tensors[0])
         receive = Receive(flat, source, tag, partial(in_mode_of, tensors, results.copy))
         work = MessageWork(self.engine, receive, tensors, shown)
         self.engine.post_message(work)
         return self._collected(work)
-
-    # -- checking tensors
-
-    def _rows(self, large: Tensor, small: Tensor, whole: Tensor, piece: Tensor) -> Tensor:
-        """The flat full tensor as one row per rank, if it matches the flat part."""
-        if large.dtype != small.dtype:
-            self._fits("output", whole, piece, sizes=False)
-        if large.numel() != self.count * small.numel():
-            raise self._not_one_piece_per_rank(whole, piece)
-        return large.view(self.count, small.numel())
-
-    def _fits(self, what: str, tensor: Tensor, other: Tensor, *, sizes: bool = True) -> None:
-        if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
-            raise ShapeError(
-                message(
-                    f"the {what} does not match the input",
-                    axis=self._shown(),
-                    expected=show_tensors([other]),
-                    got=show_tensors([tensor]),
-                    remedy="allocate the output with the input's dtype and number of elements",
-                )
-            )

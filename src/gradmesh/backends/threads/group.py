@@ -108,7 +108,7 @@ class ThreadsGroup(OwnGroup):
         return self.shared.calls[self.place]
 
     @override
-    def _shown(self) -> str:
+    def shown(self) -> str:
         return str(self.shared)
 
     def __repr__(self) -> str:
