@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # So that torch.distributed.init_process_group("shm") and new_group(backend="shm") know it.
-_backends.register_shm()
+_backends.register()
 
 __all__ = [
     "ArgumentError",

@@ -1,10 +1,12 @@
-"""gradmesh's backends for torch.distributed: `shm` for process ranks on one host, `threads` for thread ranks.
+"""gradmesh's backends for torch.distributed.
 
-Both are pure Python subclasses of torch's `ProcessGroup`. They share:
+`shm` is for process ranks on one host, `threads` for thread ranks, `mpi4py` for ranks that MPI has started.
 
-    own_group.py  OwnGroup: the interface of a group for torch.distributed and for gradmesh's data path; torch's
-                  `Work` of a pending call, several works as one, and futures; reductions and errors of both;
-                  the names under which torch's versions call a group's methods
+All are pure Python subclasses of torch's `ProcessGroup`. They share:
+
+    own_group.py  PythonGroup: the interface of a group for torch.distributed, under the names of all its versions;
+                  OwnGroup: that for gradmesh's data path, of shm and threads; torch's `Work` of a pending call,
+                  several works as one, and futures; reductions, flat tensors and errors
 """
 
 from __future__ import annotations
@@ -14,19 +16,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["register_shm"]
+__all__ = ["register"]
 
 _register_lock = threading.Lock()
 
 
-def register_shm() -> None:
-    """Register `shm` with torch.distributed; idempotent. Its modules are imported with the first group."""
+def register() -> None:
+    """Register `shm` and `mpi4py` with torch.distributed; idempotent. Modules are imported with the first group."""
     with _register_lock:
-        if not hasattr(dist.Backend, "SHM"):
-            dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+        for name, create in (("shm", _create_shm), ("mpi4py", _create_mpi)):
+            if not hasattr(dist.Backend, name.upper()):
+                dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _create(options: Any, backend_options: object) -> dist.ProcessGroup:
+def _create_shm(options: Any, backend_options: object) -> dist.ProcessGroup:
     from gradmesh.backends import shm
 
     return shm.create(options, backend_options)
+
+
+def _create_mpi(options: Any, backend_options: object) -> dist.ProcessGroup:
+    from gradmesh.backends import mpi
+
+    return mpi.create(options, backend_options)

@@ -299,7 +299,7 @@ class Numbering:
 
     def overwritten(self, x: Tensor) -> None:
         """An operator that is written down writes to a tensor: what parameters there were until then counts."""
-        held = self._held.get(memory_of(x), lambda: None)()
+        held = self._holder(memory_of(x))
         for each in (x, held, *(y() for y in self._stores.get(_read(x), ()))):
             if each is not None:
                 self.used(each)
@@ -331,7 +331,7 @@ class Numbering:
         if not memory_of(x):
             return None
         there = [each() for each in self._stores.get(_read(x), ())]
-        there.append(self._held.get(memory_of(x), lambda: None)())
+        there.append(self._holder(memory_of(x)))
         alive = [y for y in there if y is not None and y in self._known and _read(y) == _read(x)]
         alike = (y for y in alive if _part(y) == _part(x))
         return next(alike, max(alive, key=Tensor.numel, default=None))
@@ -398,7 +398,7 @@ class Numbering:
 
     def _parameter_at(self, x: Tensor) -> Known | None:
         """What is known of a parameter that autograd hands out as another tensor."""
-        held = self._held.get(memory_of(x), lambda: None)()
+        held = self._holder(memory_of(x))
         if held is None or (_part(held), _read(held)) != (_part(x), _read(x)):
             return None
         known: Known | None = self._known.get(held)
@@ -452,10 +452,20 @@ class Numbering:
 
     def _at(self, x: Tensor, store: int) -> Known | None:
         """What is known of the parameter in a tensor's memory, of the tensor, or of another that is there."""
-        parameter = self._held.get(store, lambda: None)()
-        others = [each() for each in self._stores.get(_read(x), ())]
+        parameter = self._holder(store)
+        # FSDP frees the memory of parameters that it keeps, and other tensors get it.
+        others = [
+            y
+            for each in self._stores.get(_read(x), ())
+            if (y := each()) is not None and memory_of(y) == store
+        ]
         found = (self._known.get(each) for each in (parameter, x, *reversed(others)) if each is not None)
         return next((known for known in found if known is not None), None)
+
+    def _holder(self, store: int) -> Tensor | None:
+        """The parameter whose memory this is."""
+        held = self._held.get(store, lambda: None)()
+        return held if held is not None and memory_of(held) == store else None
 
 
 def _read(x: Tensor) -> tuple[Any, ...]:
@@ -853,7 +863,7 @@ class Recorder(Numbering, DispatchMode):
 
     def _is_of_gradient(self, x: Tensor, operands: Sequence[Tensor]) -> bool:
         """Whether what a parameter moves by, or becomes, comes from its gradient alone."""
-        held = self._held.get(memory_of(x), lambda: None)()
+        held = self._holder(memory_of(x))
         gradient = None if held is None else gradient_of(held)
         if gradient is None:
             return False

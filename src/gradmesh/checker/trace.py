@@ -1003,6 +1003,9 @@ class Modules:
         """Whether another parameter, which a module has got, has the same value: a step of one may be a trial."""
         own = local_part(p)
         others = (local_part(x) for x in self.registered if x is not p and x.shape == p.shape)
+        others = (
+            x for x in others if memory_of(x) or not x.numel()
+        )  # FSDP frees the memory of whole parameters
         alike = any(x.device == own.device and torch.equal(x, own) for x in others)
         return alike and own.numel() > 1 and not _is_one_number(own)
 

@@ -30,19 +30,21 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     """Initialize the process group from the environment; a single process becomes a world of one rank.
 
     Under `torchrun` (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) this is
-    `torch.distributed.init_process_group`. Without those variables the process is a world of 1, on which every
-    verb works and differentiates. Calling it again does nothing.
+    `torch.distributed.init_process_group`. Under `mpirun` or `srun` with PMI the ranks are those of MPI, which needs
+    the extra `gradmesh[mpi]`, and the variables are set here. Without either the process is a world of 1, on which
+    every verb works and differentiates. Calling it again does nothing.
 
     Args:
         backend: a torch.distributed backend; by default `shm` for CPU tensors if all ranks are on this host (as
-            LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), otherwise `gloo`. With a GPU, by default `gloo` for CPU
-            tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
+            LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), `mpi4py` under MPI, otherwise `gloo`. With a GPU, by
+            default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
         timeout: seconds that a collective waits for the other ranks. Pass a longer one if a rank may compute for longer
             while others wait for it.
 
     Raises:
         ArgumentError: `timeout` is not a positive number.
         NotInitializedError: only some of the launcher's environment variables are set.
+        MissingExtraError: an MPI launcher started the process, and mpi4py is not installed.
 
     Example:
         >>> import gradmesh as gm
@@ -63,9 +65,17 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
                 remedy="pass the seconds that a rank waits for the others, such as timeout=300",
             )
         )
-    from gradmesh.backends import shm
+    from gradmesh.backends import mpi, shm
 
     cuda = torch.cuda.is_available()
+    limit = datetime.timedelta(seconds=timeout)
+    if mpi.launched():
+        store, rank, size = mpi.rendezvous(limit)
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        chosen = backend or ("cpu:gloo,cuda:nccl" if cuda else "mpi4py")
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=limit)
+        return
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else shm.default() if _on_one_host() else "gloo")
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
@@ -86,7 +96,7 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
         )
     if cuda and "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    dist.init_process_group(backend, timeout=limit)
 
 
 def _on_one_host() -> bool:

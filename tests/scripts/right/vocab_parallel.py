@@ -38,7 +38,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         exp = logits.exp()
         total = exp.sum(-1)
         dist.all_reduce(total)
-        ctx.save_for_backward(exp / total[:, None], local, outside)
+        exp.div_(total[:, None])  # in place, as in Megatron: what `exp` itself keeps for backward is overwritten
+        ctx.save_for_backward(exp, local, outside)
         return total.log() - predicted
 
     @staticmethod

@@ -25,7 +25,7 @@ class CrossEntropy(torch.autograd.Function):
         total = exps.sum(-1)
         dist.all_reduce(target)
         dist.all_reduce(total)
-        softmax = exps / total[:, None]
+        softmax = exps.div_(total[:, None])
         ctx.save_for_backward(softmax, local.clamp(0, shard - 1), mine)
         loss = total.log() - target
         smoothing = SMOOTHING * shard / (shard - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
 import re
 import signal
@@ -10,6 +11,8 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradmesh._util.call_sites import is_of_the_program
 from gradmesh.checker.findings import Finding, Place, Status, Verdict
@@ -335,32 +338,41 @@ def _step(
     followed: list[int],
 ) -> list[Finding]:
     segment = with_history(tapes, segment)
-    try:
-        again = run_again(segment.parts)
-    except (UnfaithfulError, *_UNFORESEEN) as error:
-        notes.append(f"step {number}{_backward(tapes, segment)} could not be followed: {_line(error)}")
-        return []
-    try:
-        truth = truth_of(again)
-    except _UNFORESEEN as error:
-        context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
-        if found := overwritten(context):
-            return found
-        notes.append(f"step {number}{_backward(tapes, segment)} could not be differentiated: {_line(error)}")
-        return []
-    if truth is None:
-        notes.append(
-            f"step {number}{_backward(tapes, segment)}: no backward began at a loss that was followed"
-        )
-        return []
-    context = Context(tapes, segment, again, truth, [])
-    try:
-        context.got = gotten(segment, again, truth, scales(tapes, segment), notes)
-        see(context)
-        return _judged_step(context, number, notes, following, followed)
-    except _UNFORESEEN as error:
-        notes.append(f"not analysed: step {number} ({type(error).__name__}: {_line(error)})")
-        return []
+    with contextlib.ExitStack() as copies:
+        try:
+            again = run_again(segment.parts)
+        except (UnfaithfulError, *_UNFORESEEN) as error:
+            notes.append(f"step {number}{_backward(tapes, segment)} could not be followed: {_line(error)}")
+            return []
+        try:
+            truth = truth_of(again)
+        except _UNFORESEEN as error:
+            context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
+            if found := overwritten(context):
+                return found
+            # A Function may write to what an operator in it keeps for backward: Megatron's cross entropy does.
+            copies.enter_context(saved_tensors_hooks(Tensor.clone, lambda x: x))
+            try:
+                again = run_again(segment.parts)
+                truth = truth_of(again)
+            except (UnfaithfulError, *_UNFORESEEN):
+                notes.append(
+                    f"step {number}{_backward(tapes, segment)} could not be differentiated: {_line(error)}"
+                )
+                return []
+        if truth is None:
+            notes.append(
+                f"step {number}{_backward(tapes, segment)}: no backward began at a loss that was followed"
+            )
+            return []
+        context = Context(tapes, segment, again, truth, [])
+        try:
+            context.got = gotten(segment, again, truth, scales(tapes, segment), notes)
+            see(context)
+            return _judged_step(context, number, notes, following, followed)
+        except _UNFORESEEN as error:
+            notes.append(f"not analysed: step {number} ({type(error).__name__}: {_line(error)})")
+            return []
 
 
 def _judged_step(

@@ -1,0 +1,670 @@
+# mypy: disable-error-code="override"
+# torch's stubs give every method a second, direct form, which torch.distributed does not call.
+"""The `mpi4py` backend of torch.distributed: CPU tensors over MPI, for ranks that `mpirun` or `srun` has started.
+
+torch's wheels come without MPI. This backend calls the MPI library through mpi4py, with the memory of the tensors, so
+that nothing is copied that is dense. `gradmesh.init()` selects it under an MPI launcher.
+
+MPI moves bytes; sums are taken here, in rank order: the same bits on every rank, for every dtype that torch adds,
+bfloat16 and complex included. A small sum is an all-gather and a local sum, a large one is divided among the ranks.
+
+All calls are non-blocking ones, so that a rank that waits notices a timeout. A collective may consist of several MPI
+calls, and all ranks have to make these in one order: a group makes one collective after the other. Many MPI libraries
+only advance a call while the program is inside of them: a waiting rank polls, and a thread does for calls that nobody
+waits for. This requires the thread level MULTIPLE.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from gradmesh._torch import in_plain_mode
+from gradmesh._util.call_sites import show_tensors
+from gradmesh.backends.own_group import (
+    OwnWork,
+    PythonGroup,
+    Results,
+    Tensors,
+    elements,
+    fold,
+    in_mode_of,
+    mismatched_message,
+    operand,
+    promised,
+    reducible,
+    reduction,
+    timed_out_text,
+    timeout_of_group,
+)
+from gradmesh.errors import (
+    AbortedError,
+    ArgumentError,
+    DeadlockError,
+    MissingExtraError,
+    message,
+)
+
+__all__ = ["MpiGroup", "create", "launched", "rendezvous"]
+
+Steps = Iterator[Any]
+"""A collective: a generator of MPI requests, each of which is complete before the next one is made."""
+
+_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+"""What the launchers of MPI set: MPICH and Intel's, srun with PMIx, Open MPI, MVAPICH."""
+_SMALL = 1 << 16
+"""Bytes of all operands together up to which a sum is an all-gather and a local sum."""
+_POLLS = 200
+"""How often a waiting rank polls before it sleeps between polls."""
+_PAUSES = (20e-6, 1e-3)
+"""Seconds between polls: at first, and at most."""
+
+
+def launched() -> bool:
+    """Whether an MPI launcher has started this process, and no other one, according to the environment."""
+    return any(name in os.environ for name in _RANKS) and (bool(_stores) or "RANK" not in os.environ)
+
+
+def _mpi() -> Any:
+    """The module `mpi4py.MPI`; importing it initializes MPI."""
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise MissingExtraError(
+            message(
+                "this process was started by an MPI launcher, and mpi4py is not installed",
+                expected="the package mpi4py, built for the MPI of this system",
+                got=str(error),
+                remedy="pip install 'gradmesh[mpi]', or start the script with torchrun",
+            )
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ArgumentError(
+            message(
+                "MPI was initialized for one thread",
+                expected="the thread level MPI_THREAD_MULTIPLE",
+                got=f"thread level {MPI.Query_thread()} of {MPI.Get_library_version().splitlines()[0]}",
+                remedy="let mpi4py initialize MPI (mpi4py.rc.thread_level = 'multiple'), with an MPI that has threads",
+            )
+        )
+    return MPI
+
+
+_stores: list[dist.Store] = []
+
+
+def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The store of the ranks that MPI has started, this rank and their number; sets the variables that torchrun sets.
+
+    Collective over all ranks of MPI_COMM_WORLD.
+    """
+    world = _mpi().COMM_WORLD
+    if not _stores:
+        _stores.append(_store(world, timeout))
+    _stores.append(dist.PrefixStore(f"world {len(_stores)}", _stores[0]))
+    return _stores[-1], world.rank, world.size
+
+
+def _store(world: Any, timeout: datetime.timedelta) -> dist.Store:
+    hosts = world.allgather(socket.gethostname())
+    mine = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    address = "127.0.0.1" if len(mine) == world.size else hosts[0]
+    server = (
+        dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
+        if not world.rank
+        else None
+    )
+    port = world.bcast(server and server.port)
+    store = server or dist.TCPStore(address, port, world.size, False, timeout)
+    values = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": mine.index(world.rank),
+        "LOCAL_WORLD_SIZE": len(mine),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in values.items()})
+    return store
+
+
+def create(options: Any, _backend_options: object) -> MpiGroup:
+    """A group; torch.distributed calls this on its members."""
+    MPI = _mpi()  # noqa: N806
+    world = MPI.COMM_WORLD
+    names = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if names[options.group_rank] != world.rank or max(names) >= world.size:
+        raise ArgumentError(
+            message(
+                "the ranks of torch.distributed are not those of MPI",
+                expected=f"rank {world.rank} of {world.size}, as in MPI_COMM_WORLD",
+                got=f"rank {names[options.group_rank]} of {max(names) + 1}",
+                remedy="start the script with mpirun or srun and call gradmesh.init() without setting RANK",
+            )
+        )
+    if _progress is None:
+        _begin(world)
+    # A communicator of its own, since that of the world is also the program's.
+    comm = world.Create_group(world.Get_group().Incl(names))
+    return MpiGroup(MPI, comm, options.group_id, timeout_of_group(options.timeout))
+
+
+class _MpiWork(OwnWork):
+    """A pending call.
+
+    Args:
+        group: of the call.
+        steps: its MPI calls.
+        result: for the caller.
+        shown: describes it.
+        failed: the error for one of MPI's, None: that error itself.
+    """
+
+    def __init__(
+        self,
+        group: MpiGroup,
+        steps: Steps,
+        result: object,
+        shown: str,
+        failed: Callable[[Any], Exception | None] = lambda _error: None,
+    ) -> None:
+        super().__init__(result)
+        self.group, self.steps, self.shown, self._failed = group, steps, shown, failed
+        self.request: Any = None
+        self.error: BaseException | None = None
+        self.over = False
+        self.sender = -1
+
+    def advance(self) -> bool:
+        """Make the MPI calls that can be made, and return whether the call is over."""
+        try:
+            while self.request is None or self.request.Test(self.group.status):
+                self.request = in_plain_mode(self._next)
+        except StopIteration:
+            self.over = True
+        except Exception as error:
+            self.error, self.over = self._failed(error) or error, True
+        return self.over
+
+    def _next(self) -> Any:
+        return next(self.steps)
+
+    def end(self, error: BaseException) -> None:
+        """The call has failed."""
+        self.error, self.over = self.error or error, True
+
+    @override
+    def is_over(self) -> bool:
+        if not self.over:
+            self.group.advance()
+        return self.over
+
+    @override
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    @override
+    def finish(self, seconds: float | None) -> None:
+        limit = self.group.timeout if seconds is None else seconds
+        start, polls, pause = time.monotonic(), 0, _PAUSES[0]
+        while not self.is_over():
+            polls += 1
+            if polls < _POLLS:
+                os.sched_yield()
+                continue
+            time.sleep(pause)
+            pause = min(1.2 * pause, _PAUSES[1])
+            if time.monotonic() - start > limit:
+                self.group.fail(self._late(limit))
+        if self.error is not None:
+            raise self.error
+
+    def _late(self, limit: float) -> DeadlockError:
+        return DeadlockError(
+            message(
+                timed_out_text((), limit),
+                op=self.shown,
+                axis=self.group.shown(),
+                expected="the same call on every rank of the group",
+                got="MPI does not tell which rank did not make it",
+                remedy="check the other ranks for an exception, an early return or a different collective",
+            )
+        )
+
+    @override
+    def get_future(self) -> torch.futures.Future[Any]:
+        return promised(self)
+
+    @override
+    def source_rank(self) -> int:
+        """The sender of the received message, -1 before that."""
+        return self.sender
+
+    _source_rank = source_rank
+
+
+class _Progress:
+    """A thread that polls for the calls that were started and that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._groups: set[MpiGroup] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        atexit.register(self.end)  # before mpi4py's own, which ends MPI
+
+    def watch(self, group: MpiGroup) -> None:
+        """Poll for a group until it has no pending call."""
+        with self._changed:
+            self._groups.add(group)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gradmesh MPI progress", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def end(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause = _PAUSES[0]
+        while True:
+            with self._changed:
+                if self._changed.wait(pause if self._groups else None):
+                    pause = _PAUSES[0]
+                if self._ended:
+                    return
+                groups = list(self._groups)
+            for group in groups:
+                group.advance()
+            with self._changed:
+                self._groups.difference_update([group for group in groups if not group.pending()])
+            pause = min(1.2 * pause, _PAUSES[1])
+
+
+_progress: _Progress | None = None
+
+
+def _begin(world: Any) -> None:
+    """Start what the groups of a process share.
+
+    An uncaught error ends all ranks, as with other launchers; MPI would wait for them at exit.
+    """
+    global _progress
+    _progress = _Progress()
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if world.size > 1:
+            world.Abort(1)
+
+    sys.excepthook = hook
+
+
+class MpiGroup(PythonGroup):
+    """A process group over a communicator."""
+
+    backend = "mpi4py"
+
+    def __init__(self, mpi: Any, comm: Any, name: str, timeout: datetime.timedelta) -> None:
+        super().__init__(name, comm.rank, comm.size, timeout)
+        self.status = mpi.Status()
+        self._mpi, self._comm = mpi, comm
+        self._lock = threading.RLock()
+        self._queue: deque[_MpiWork] = deque()
+        self._sent: list[_MpiWork] = []
+        self._failed: BaseException | None = None
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return f"MpiGroup({self.shown()})"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
+    # -- progress
+
+    def advance(self) -> None:
+        """Make the MPI calls that can be made."""
+        with self._lock:
+            self._sent = [work for work in self._sent if not work.advance()]
+            while self._queue and self._queue[0].advance():
+                self._queue.popleft()
+
+    def pending(self) -> bool:
+        """Whether any call is pending."""
+        return bool(self._queue or self._sent)
+
+    def fail(self, error: DeadlockError) -> None:
+        """End all pending calls: MPI cannot take a collective back, so that the group is of no more use."""
+        with self._lock:
+            self._failed = error
+            for work in (*self._queue, *self._sent):
+                work.end(error)
+            self._queue.clear()
+            self._sent.clear()
+
+    @override
+    def shutdown(self) -> None:
+        deadline = time.monotonic() + self.timeout
+        while self.pending() and time.monotonic() < deadline:
+            time.sleep(_PAUSES[0])
+            self.advance()
+
+    @override
+    def abort(self) -> None:
+        self.fail(DeadlockError(message("the process group was aborted", axis=self.shown())))
+
+    def _begin(
+        self, shown: str, steps: Steps, result: object, outputs: Iterable[Tensor] = (), opts: Any = None
+    ) -> OwnWork:
+        inference = any(map(Tensor.is_inference, outputs))
+        if inference:
+            steps = _in_inference_mode(steps)
+        work = _MpiWork(self, steps, result, shown)
+        with self._lock:
+            self._check_alive(shown)
+            self._number += 1
+            self._queue.append(work)
+            self.advance()
+        if not work.over and opts is not None and getattr(opts, "asyncOp", True) and _progress is not None:
+            _progress.watch(self)
+        return self._collected(work)
+
+    def _check_alive(self, shown: str) -> None:
+        if self._failed is not None:
+            raise AbortedError(
+                message(
+                    "an earlier call on this group failed",
+                    op=shown,
+                    axis=self.shown(),
+                    got=str(self._failed).splitlines()[0],
+                    remedy="end the program, or destroy the process group and create another one",
+                )
+            )
+
+    def _bytes(self, flat: Tensor) -> list[Any]:
+        return [
+            self._mpi.memory.fromaddress(flat.data_ptr(), flat.numel() * flat.element_size()),
+            self._mpi.BYTE,
+        ]
+
+    def _several(self, flats: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
+        """Flat tensors one after the other, in one tensor, which is theirs if they lie like that."""
+        whole = _joined(flats)
+        counts = [flat.numel() * flat.element_size() for flat in flats]
+        places = [sum(counts[:at]) for at in range(len(counts))]
+        return whole, [self._bytes(whole)[0], counts, places, self._mpi.BYTE]
+
+    # -- movements of bytes
+
+    def _gather(self, out: Tensor, given: Tensor) -> Steps:
+        """Every rank's tensor, all of one size."""
+        yield self._comm.Iallgather(self._bytes(given), self._bytes(out))
+
+    def _gather_parts(self, taken: Sequence[Tensor], given: Tensor) -> Steps:
+        """Every rank's tensor."""
+        whole, receiving = self._several(taken)
+        yield self._comm.Iallgatherv(self._bytes(given), receiving)
+        _spread(whole, taken)
+
+    def _exchange(self, taken: Sequence[Tensor], gives: Sequence[Tensor]) -> Steps:
+        """To each rank its tensor, and from each rank one."""
+        sent, sending = self._several(gives)
+        whole, receiving = self._several(taken)
+        yield self._comm.Ialltoallv(sending, receiving)
+        del sent  # not before MPI has read it
+        _spread(whole, taken)
+
+    def _broadcast(self, flat: Tensor, root: int) -> Steps:
+        yield self._comm.Ibcast(self._bytes(flat), root)
+
+    def _reduce_scatter(self, out: Tensor, gives: Sequence[Tensor], op: str) -> Steps:
+        """The reduction of what every rank has for this one."""
+        rows = torch.empty(self.count, out.numel(), dtype=out.dtype)
+        yield from self._exchange(rows.unbind(0), gives)
+        fold(op, rows.unbind(0), out)
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Steps:
+        count = flat.numel()
+        if count * flat.element_size() * self.count <= _SMALL:
+            rows = torch.empty(self.count, count, dtype=flat.dtype)
+            yield from self._gather(rows, flat)
+            fold(op, rows.unbind(0), flat)
+            return
+        sizes = [count // self.count + (rank < count % self.count) for rank in range(self.count)]
+        parts = flat.split(sizes)
+        mine = torch.empty_like(parts[self.place])
+        yield from self._reduce_scatter(mine, parts, op)
+        yield from self._gather_parts(parts, mine)
+
+    def _reduce(self, flat: Tensor, op: str, root: int) -> Steps:
+        rows = torch.empty(self.count if self.place == root else 0, flat.numel(), dtype=flat.dtype)
+        yield self._comm.Igather(self._bytes(flat), self._bytes(rows) if self.place == root else None, root)
+        if self.place == root:
+            fold(op, rows.unbind(0), flat)
+
+    # -- torch's collectives
+
+    @override
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
+        op = reduction(opts, self.backend)
+        calls, after = [], Results(self)
+        for tensor in tensors:
+            flat = after.flat(tensor, keep=True)
+            reducible(flat, op)
+            calls.append(self._all_reduce(flat, op))
+        return self._begin(f"all_reduce({op.lower()})", after.after(calls), tensors, tensors, opts)
+
+    @override
+    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
+        op, after = reduction(opts, self.backend), Results(self)
+        flat = after.flat(tensors[0], keep=True)
+        reducible(flat, op)
+        steps = after.after([self._reduce(flat, op, opts.rootRank)])
+        return self._begin(f"reduce({op.lower()}, root {opts.rootRank})", steps, tensors, tensors, opts)
+
+    @override
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
+        op = reduction(opts, self.backend)
+        calls, after = [], Results(self)
+        for output, given in zip(outputs, inputs, strict=True):
+            out = after.flat(output)
+            flats = [operand(tensor, self) for tensor in self._one_per_rank("reduce_scatter", given)]
+            reducible(out, op)
+            self._fits("output", output, given[self.place])
+            calls.append(self._reduce_scatter(out, flats, op))
+        return self._begin(f"reduce_scatter({op.lower()})", after.after(calls), outputs, outputs, opts)
+
+    @override
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        op = reduction(opts, self.backend)
+        calls, after = [], Results(self)
+        for output, given in zip(outputs, inputs, strict=True):
+            out = after.flat(output)
+            rows = self._rows(operand(given, self), out, given, output).unbind(0)
+            reducible(out, op)
+            calls.append(self._reduce_scatter(out, rows, op))
+        return self._begin(f"reduce_scatter_single({op.lower()})", after.after(calls), outputs, outputs, opts)
+
+    @override
+    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
+        root, after = opts.rootRank, Results(self)
+        calls = [self._broadcast(after.flat(tensor, keep=self.place == root), root) for tensor in tensors]
+        return self._begin(f"broadcast(root {root})", after.after(calls), tensors, tensors, opts)
+
+    @override
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
+        calls, after = [], Results(self)
+        for taken, given in zip(outputs, inputs, strict=True):
+            flat = operand(given, self)
+            outs = [after.flat(tensor) for tensor in self._one_per_rank("all_gather", taken)]
+            self._fits("entry of this rank in the output list", taken[self.place], given)
+            calls.append(self._gather_parts(outs, flat))
+        written = [tensor for taken in outputs for tensor in taken]
+        return self._begin("all_gather", after.after(calls), outputs, written, opts)
+
+    @override
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        calls, after = [], Results(self)
+        for output, given in zip(outputs, inputs, strict=True):
+            flat = operand(given, self)
+            calls.append(self._gather(self._rows(after.flat(output), flat, output, given), flat))
+        return self._begin("all_gather_single", after.after(calls), outputs, outputs, opts)
+
+    @override
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
+        root, after, flat = opts.rootRank, Results(self), operand(inputs[0], self)
+        taken = [flat[:0]] * self.count
+        if self.place == root:
+            taken = [after.flat(tensor) for tensor in self._one_per_rank("gather", outputs[0])]
+            self._fits("entry of this rank in the output list", outputs[0][root], inputs[0])
+        gives = [flat if rank == root else flat[:0] for rank in range(self.count)]
+        steps = after.after([self._exchange(taken, gives)])
+        return self._begin(f"gather(root {root})", steps, outputs, outputs[0] if outputs else [], opts)
+
+    @override
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
+        root, after = opts.rootRank, Results(self)
+        out = after.flat(outputs[0])
+        gives = [out[:0]] * self.count
+        if self.place == root:
+            gives = [operand(tensor, self) for tensor in self._one_per_rank("scatter", inputs[0])]
+            self._fits("output", outputs[0], inputs[0][root])
+        taken = [out if rank == root else out[:0] for rank in range(self.count)]
+        steps = after.after([self._exchange(taken, gives)])
+        return self._begin(f"scatter(root {root})", steps, outputs, outputs, opts)
+
+    @override
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        after = Results(self)
+        gives = [operand(tensor, self) for tensor in self._one_per_rank("all_to_all", inputs)]
+        taken = [after.flat(tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
+        self._fits("entry of this rank in the output list", outputs[self.place], inputs[self.place])
+        steps = after.after([self._exchange(taken, gives)])
+        return self._begin("all_to_all", steps, outputs, outputs, opts)
+
+    @override
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> OwnWork:
+        after = Results(self)
+        given, out = operand(input, self), after.flat(output)
+        self._fits("output", output, input, sizes=False)
+        gives = given.split(elements(input, self._split_sizes(input, input_splits)))
+        taken = out.split(elements(output, self._split_sizes(output, output_splits)))
+        self._fits("part of this rank in the output", taken[self.place], gives[self.place])
+        steps = after.after([self._exchange(taken, gives)])
+        return self._begin("all_to_all_single", steps, [output], [output], opts)
+
+    @override
+    def barrier(self, opts: Any = None) -> OwnWork:
+        return self._begin("barrier", self._barrier(), [], opts=opts)
+
+    def _barrier(self) -> Steps:
+        yield self._comm.Ibarrier()
+
+    # -- point to point
+
+    @override
+    def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
+        flat = operand(tensors[0], self)
+
+        def steps() -> Steps:
+            yield self._comm.Isend(self._bytes(flat), to, tag)
+
+        return self._message(_MpiWork(self, steps(), tensors, f"send(to rank {to}, tag {tag})"))
+
+    @override
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
+        results = Results(self)
+        flat = results.flat(tensors[0])
+        shown = f"recv(from {'any rank' if source is None else f'rank {source}'}, tag {tag})"
+
+        def steps() -> Steps:
+            peer = self._mpi.ANY_SOURCE if source is None else source
+            yield self._comm.Irecv(self._bytes(flat), peer, tag)
+            work.sender = self.status.Get_source()
+            got = self.status.Get_count(self._mpi.BYTE)
+            if got != flat.numel() * flat.element_size():
+                raise mismatched_message(self.shown(), f"{got} bytes", show_tensors(tensors))
+            in_mode_of(tensors, results.copy)
+
+        def failed(error: Any) -> Exception | None:
+            if isinstance(error, self._mpi.Exception) and error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+                return mismatched_message(self.shown(), "a longer message", show_tensors(tensors))
+            return None
+
+        work = _MpiWork(self, steps(), tensors, shown, failed)
+        return self._message(work)
+
+    def _message(self, work: _MpiWork) -> OwnWork:
+        with self._lock:
+            self._check_alive(work.shown)
+            if not work.advance():
+                self._sent.append(work)
+        if not work.over and _progress is not None:
+            _progress.watch(self)
+        return self._collected(work)
+
+
+def _joined(flats: Sequence[Tensor]) -> Tensor:
+    """Flat tensors one after the other: the memory itself where they lie like that, else a new tensor."""
+    parts = [flat for flat in flats if flat.numel()]
+    if not parts:
+        return flats[0]
+    first, at = parts[0], parts[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.storage_offset() != at or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(parts)
+        at += part.numel()
+    return torch.as_strided(first, (at - first.storage_offset(),), (1,))
+
+
+def _spread(whole: Tensor, flats: Sequence[Tensor]) -> None:
+    """Write a tensor that may have been made by `_joined` back into its parts."""
+    at = 0
+    for flat in flats:
+        part = whole[at : at + flat.numel()]
+        at += flat.numel()
+        if flat.numel() and part.data_ptr() != flat.data_ptr():
+            flat.copy_(part)
+
+
+def _in_inference_mode(steps: Steps) -> Steps:
+    """The steps, whose outputs are inference tensors."""
+    step = partial(next, steps, None)
+    while True:
+        with torch.inference_mode():
+            request = step()
+        if request is None:
+            return
+        yield request
