@@ -26,12 +26,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from gradmesh._torch import in_plain_mode
@@ -71,6 +71,8 @@ _SMALL = 1 << 16
 """Bytes of all operands together up to which a sum is an all-gather and a local sum."""
 _POLLS = 200
 """How often a waiting rank polls before it sleeps between polls."""
+_SHOWN = 0.5
+"""Seconds in which the launcher reads a rank's last output: what it has not read, `MPI_Abort` drops."""
 _PAUSES = (20e-6, 1e-3)
 """Seconds between polls: at first, and at most."""
 
@@ -105,10 +107,10 @@ def _mpi() -> Any:
     return MPI
 
 
-_stores: list[dist.Store] = []
+_stores: list[Any] = []
 
 
-def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+def rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     """The store of the ranks that MPI has started, this rank and their number; sets the variables that torchrun sets.
 
     Collective over all ranks of MPI_COMM_WORLD.
@@ -116,21 +118,19 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     world = _mpi().COMM_WORLD
     if not _stores:
         _stores.append(_store(world, timeout))
-    _stores.append(dist.PrefixStore(f"world {len(_stores)}", _stores[0]))
+    _stores.append(PrefixStore(f"world {len(_stores)}", _stores[0]))
     return _stores[-1], world.rank, world.size
 
 
-def _store(world: Any, timeout: datetime.timedelta) -> dist.Store:
+def _store(world: Any, timeout: datetime.timedelta) -> Any:
     hosts = world.allgather(socket.gethostname())
     mine = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
     address = "127.0.0.1" if len(mine) == world.size else hosts[0]
     server = (
-        dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
-        if not world.rank
-        else None
+        TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if not world.rank else None
     )
     port = world.bcast(server and server.port)
-    store = server or dist.TCPStore(address, port, world.size, False, timeout)
+    store = server or TCPStore(address, port, world.size, False, timeout)
     values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -261,7 +261,8 @@ class _MpiWork(OwnWork):
 class _Progress:
     """A thread that polls for the calls that were started and that nobody waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: Any) -> None:
+        self._world = world
         self._groups: set[MpiGroup] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -278,12 +279,18 @@ class _Progress:
             self._changed.notify()
 
     def end(self) -> None:
-        """End the thread."""
+        """End the thread; after an uncaught error all ranks, as with other launchers: MPI would wait for them."""
         with self._changed:
             self._ended = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+        # The interpreter sets this where it shows an uncaught error; an excepthook may be inside of another one.
+        if getattr(sys, "last_value", None) is not None and self._world.size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(_SHOWN)
+            self._world.Abort(1)
 
     def _run(self) -> None:
         pause = _PAUSES[0]
@@ -305,22 +312,9 @@ _progress: _Progress | None = None
 
 
 def _begin(world: Any) -> None:
-    """Start what the groups of a process share.
-
-    An uncaught error ends all ranks, as with other launchers; MPI would wait for them at exit.
-    """
+    """Start what the groups of a process share."""
     global _progress
-    _progress = _Progress()
-    shown = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        shown(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if world.size > 1:
-            world.Abort(1)
-
-    sys.excepthook = hook
+    _progress = _Progress(world)
 
 
 class MpiGroup(PythonGroup):

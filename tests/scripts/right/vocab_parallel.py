@@ -38,7 +38,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         exp = logits.exp()
         total = exp.sum(-1)
         dist.all_reduce(total)
-        exp.div_(total[:, None])  # in place, as in Megatron: what `exp` itself keeps for backward is overwritten
+        exp.div_(
+            total[:, None]
+        )  # in place, as in Megatron: what `exp` itself keeps for backward is overwritten
         ctx.save_for_backward(exp, local, outside)
         return total.log() - predicted
 

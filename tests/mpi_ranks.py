@@ -1,0 +1,212 @@
+"""What a rank of tests/test_mpi.py does: `mpirun -n 2 python -m tests.mpi_ranks NAME ...`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import sys
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradmesh as gm
+from gradmesh.errors import AbortedError
+from gradmesh.ops.registry import REGISTRY
+from tests import contract
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int32, torch.uint8, torch.bool)
+
+
+def laws() -> None:
+    """All laws of all ops."""
+    for law in contract.LAWS:
+        assert contract.on_examples(law, range(len(REGISTRY))) > len(REGISTRY), law
+
+
+class Drawn:
+    """Random calls, the same on every rank, each held against what one process computes of all operands."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.numbers = torch.Generator().manual_seed(seed)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.pending: list[tuple[str, Any, list[Tensor], list[Tensor]]] = []
+
+    def operands(self, *shape: int) -> list[Tensor]:
+        """Every rank's operand, small whole numbers, so that sums are exact in every dtype."""
+        dtype = self.draw.choice(DTYPES)
+        drawn = torch.randint(0, 4, (self.size, *shape), generator=self.numbers).to(dtype)
+        if dtype.is_complex:
+            drawn = drawn * (1 + 2j)
+        return list(drawn)
+
+    def strided(self, x: Tensor) -> Tensor:
+        """The same values, maybe in another memory format."""
+        if self.draw.random() < 0.5 or not x.dim():
+            return x.clone()
+        return torch.empty((*x.shape, 2), dtype=x.dtype).select(-1, 0).copy_(x)
+
+    def call(self) -> None:
+        """Begin one call."""
+        rows = self.draw.choice((0, 1, 3, 7, 5000))
+        kind = self.draw.choice(
+            ("all_reduce", "broadcast", "all_gather", "gathered", "scattered", "exchange", "reduce")
+        )
+        later = self.draw.random() < 0.5
+        xs = (
+            self.operands(self.size * rows, 2)
+            if kind in ("scattered", "exchange")
+            else self.operands(rows, 2)
+        )
+        mine, root = self.strided(xs[self.rank]), self.draw.randrange(self.size)
+        biggest = self.draw.random() < 0.3 and not xs[0].is_complex() and xs[0].dtype != torch.bool
+        op = dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM
+        whole = torch.stack(xs)
+        total = (
+            whole.amax(0)
+            if biggest
+            else whole.to(torch.complex128 if whole.is_complex() else torch.float64).sum(0)
+        )
+        total = total.to(whole.dtype)
+        own = slice(self.rank * rows, (self.rank + 1) * rows)
+        outs, expected, work = [mine], [total], None
+        if kind == "all_reduce":
+            work = dist.all_reduce(mine, op, async_op=later)
+        elif kind == "reduce":
+            work = dist.reduce(mine, root, op, async_op=later)
+            expected = [total if self.rank == root else xs[self.rank]]
+        elif kind == "broadcast":
+            work, expected = dist.broadcast(mine, root, async_op=later), [xs[root]]
+        elif kind == "gathered":
+            outs, expected = [torch.empty(self.size * rows, 2, dtype=mine.dtype)], [torch.cat(xs)]
+            work = dist.all_gather_into_tensor(outs[0], mine, async_op=later)
+        elif kind == "all_gather":
+            outs, expected = [self.strided(torch.zeros_like(x)) for x in xs], xs
+            work = dist.all_gather(outs, mine, async_op=later)
+        elif kind == "scattered":
+            outs, expected = [torch.empty(rows, 2, dtype=mine.dtype)], [total[own]]
+            work = dist.reduce_scatter_tensor(outs[0], mine, op, async_op=later)
+        else:
+            outs = [torch.empty(self.size * rows, 2, dtype=mine.dtype)]
+            expected = [torch.cat([x[own] for x in xs])]
+            work = dist.all_to_all_single(outs[0], mine, async_op=later)
+        self.pending.append((f"{kind} of {rows} rows, {mine.dtype}", work, outs, expected))
+
+    def message(self) -> None:
+        """A message around the ring, of another size each time."""
+        xs = self.operands(self.draw.randrange(1, 3000))
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        out = torch.empty_like(xs[0])
+        sent = dist.isend(self.strided(xs[self.rank]), to, tag=5)
+        work = dist.irecv(out, source, tag=5)
+        self.pending.append(("send", sent, [], []))
+        self.pending.append(("receive", work, [out], [xs[source]]))
+
+    def settle(self) -> None:
+        """Wait for what is pending, the last first as often as not, and compare."""
+        if self.draw.random() < 0.5:
+            self.pending.reverse()
+        for shown, work, outs, expected in self.pending:
+            if work is not None:
+                work.wait()
+            for got, right in zip(outs, expected, strict=True):
+                assert torch.equal(got, right), (
+                    f"{shown}: {got.flatten()[:8]} instead of {right.flatten()[:8]}"
+                )
+        self.pending.clear()
+
+
+def calls() -> None:
+    """Random calls of torch.distributed, some pending at a time."""
+    drawn = Drawn(int(os.environ.get("SEED", "1")))
+    for at in range(150):
+        drawn.message() if drawn.draw.random() < 0.2 else drawn.call()
+        if at % 5 == 4:
+            drawn.settle()
+    drawn.settle()
+
+
+def subgroups() -> None:
+    """Groups of some ranks, one of them in another order, beside each other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([at, (at + 1) % size]) for at in range(size)]
+    for at, group in enumerate(groups):
+        members = sorted({at, (at + 1) % size})
+        if rank in members:
+            x = torch.full((3,), float(rank))
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [float(sum(members))] * 3
+
+
+def ddp() -> None:
+    """The gradients of DistributedDataParallel are those of one process with all rows."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double()
+    rows = torch.randn(4 * dist.get_world_size(), 5, dtype=torch.float64)
+    model(rows).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    wrapped = DistributedDataParallel(model)
+    wrapped(rows.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+    for p, right in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, right)
+
+
+def mismatch() -> None:
+    """Every rank gets gradmesh's error where ranks make different calls, and goes on."""
+    x = torch.ones(2 + dist.get_rank(), requires_grad=True)
+    with pytest.raises(gm.MismatchError, match=r"(?s)all_reduce.*all_gather"):
+        gm.all_gather(x) if dist.get_rank() else gm.all_reduce(x, dst=gm.R)
+    assert gm.all_reduce(torch.ones(()), dst=gm.I).item() == dist.get_world_size()
+
+
+def too_long() -> None:
+    """A message that is longer than the tensor for it is an error of the receiver."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(8), 1)
+    elif dist.get_rank() == 1:
+        with pytest.raises(gm.MismatchError, match="does not match the message"):
+            dist.recv(torch.ones(3), 0)
+
+
+def late() -> None:
+    """A call that other ranks do not make ends with an error after the timeout, and the group says so afterwards."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.set_timeout(datetime.timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        with pytest.raises(gm.DeadlockError, match="all_reduce"):
+            dist.all_reduce(torch.ones(3))
+        assert 0.9 < time.monotonic() - begin < 10
+        with pytest.raises(AbortedError, match="timed out after 1 s"):
+            dist.barrier()
+        print("late is right", flush=True)
+    else:
+        time.sleep(5)
+    raise ValueError("the group is of no more use: end all ranks")
+
+
+def uncaught() -> None:
+    """An error on one rank ends the others, which wait for it."""
+    if dist.get_rank() == 0:
+        raise ValueError("of rank 0")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    gm.init(timeout=60)
+    assert dist.get_backend() == "mpi4py"
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print(f"{name} is right on rank {dist.get_rank()}\n", end="", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""The mpi4py backend, on ranks that mpirun starts: torch's calls, the laws, and errors on every rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+Done = subprocess.CompletedProcess[str]
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed: pip install mpi4py mpich"),
+]
+
+
+def started(ranks: int, *command: str, **variables: str) -> Done:
+    assert MPIRUN is not None
+    root = Path(__file__).parents[1]
+    paths = {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    return subprocess.run(
+        [MPIRUN, "-n", str(ranks), sys.executable, *command],
+        cwd=root,
+        env={**os.environ, **paths, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def run() -> Callable[..., Done]:
+    """A run of several programs, made once."""
+
+    @cache
+    def made(ranks: int, names: tuple[str, ...]) -> Done:
+        pytest.importorskip("mpi4py")
+        return started(ranks, "-m", "tests.mpi_ranks", *names)
+
+    return made
+
+
+RIGHT = ("calls", "subgroups", "ddp", "mismatch", "too_long")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_calls_over_mpi_are_those_of_one_process_and_errors_are_named(
+    name: str, run: Callable[..., Done]
+) -> None:
+    done = run(3, RIGHT)
+    assert [f"{name} is right on rank {rank}" in done.stdout for rank in range(3)] == [True] * 3, done.stderr
+
+
+def test_every_op_keeps_its_laws_over_mpi(run: Callable[..., Done]) -> None:
+    done = run(2, ("laws",))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("laws is right") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_calls_over_mpi_are_those_of_one_process(seed: int, ranks: int) -> None:
+    done = started(ranks, "-m", "tests.mpi_ranks", "calls", SEED=str(seed))
+    assert done.stdout.count("calls is right") == ranks, done.stderr
+
+
+def test_a_call_that_another_rank_does_not_make_ends_after_the_timeout(run: Callable[..., Done]) -> None:
+    done = run(2, ("late",))
+    assert "late is right" in done.stdout, done.stderr
+
+
+def test_an_uncaught_error_ends_the_ranks_that_wait(run: Callable[..., Done]) -> None:
+    begin = time.monotonic()
+    done = run(2, ("uncaught",))
+    assert done.returncode != 0
+    assert "ValueError: of rank 0" in done.stderr
+    assert time.monotonic() - begin < 50  # the others would wait for 60 seconds
+
+
+def test_without_mpi4py_a_process_of_mpirun_is_no_world_of_one(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gradmesh as gm; gm.init()"
+    done = started(2, "-c", program)
+    assert done.returncode != 0
+    assert "MissingExtraError" in done.stderr
+    assert "gradmesh[mpi]" in done.stderr
