@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh.transport import profiling
+from gradmesh.transport import run
 from gradmesh.verify import Profile, profiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle:UserWarning")
@@ -99,9 +99,9 @@ def in_other_modes() -> dict[str, list[str]]:
         "selective": lambda: checkpoint(cube, x, use_reentrant=False, context_fn=selective).backward(),
     }
     found = {}
-    for name, run in work.items():
+    for name, call in work.items():
         with ranges() as found[name]:
-            run()
+            call()
     # A profiler that is on for only one of the two passes.
     y = checkpoint(cube, x, use_reentrant=False, context_fn=selective)
     with ranges() as found["recomputed"]:
@@ -157,7 +157,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def unexpected(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(profiling, "collective", unexpected)
+    monkeypatch.setattr(run, "profiled", unexpected)
     gm.init()
     try:
         x = torch.ones(3, requires_grad=True)

@@ -1,15 +1,22 @@
-"""Run an op on this rank: call checks, tracers, pending async calls, the profiler, and notification on errors."""
+"""Run an op on this rank: call checks, tracers, pending async calls, the profiler, and notification on errors.
+
+While a profiler is on, each collective is one range of it, ``gradmesh::all_gather axis=tp bytes=1024``, with the bytes
+of this rank's operand in the dtype that is sent. The name ends in ``backward`` inside a backward pass (an adjoint, by
+its verb, or the recomputation of a checkpoint). Compiled programs have no ranges.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import get_ident
+from contextlib import AbstractContextManager
+from threading import get_ident, get_native_id
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh._torch import is_fake, profiler_on
+from gradmesh._torch import in_backward, is_fake, named_range, profiler_on
 from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
 from gradmesh._util.structure import Packed
 from gradmesh.backends.own_group import OwnGroup
@@ -18,7 +25,7 @@ from gradmesh.ops.transport import Transport
 from gradmesh.runtime.checking import DEFERRED, FULL, check_level
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import INSTALLED, rank_state, watched
-from gradmesh.transport import compiling, group_cache, profiling, transport
+from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import (
     BACKWARD,
     NEEDS_BACKWARD,
@@ -33,7 +40,18 @@ from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_a
 from gradmesh.transport.packing import laid_out_as
 from gradmesh.types import I, R, Type
 
-__all__ = ["abort", "apply", "constants", "exchange_device", "fake_result", "on_cpu", "sent", "withdraw"]
+__all__ = [
+    "abort",
+    "apply",
+    "constants",
+    "exchange_device",
+    "fake_result",
+    "on_cpu",
+    "own_rank",
+    "profiled",
+    "sent",
+    "withdraw",
+]
 
 
 def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
@@ -108,7 +126,7 @@ def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Te
             wire.compare()
         if profiler_on():
             back = recorded is not None and recorded.role == BACKWARD
-            with profiling.collective(op.verb, wire.axis, x, op.comm_dtype, backward=back):
+            with profiled(op.verb, wire.axis, x, op.comm_dtype, backward=back):
                 return sent(op, x, wire)
         return sent(op, x, wire)
     except Exception as error:
@@ -257,3 +275,30 @@ def on_cpu(x: object, axis: Axis) -> bool:
     if isinstance(given, Tensor):
         return given.is_cpu and not is_fake(given)
     return group_cache(axis.group) is not None or not torch.accelerator.is_available()
+
+
+SEEN: dict[int, int] = {}
+"""The rank of each thread on which a collective was profiled, by native thread id; calls may run on helper threads."""
+
+
+def own_rank() -> int:
+    """The calling thread's global rank; 0 before `init`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def profiled(
+    verb: str, axis: Axis, x: Tensor, travels: torch.dtype | None, *, backward: bool = False
+) -> AbstractContextManager[Any]:
+    """A range for one collective on this rank's tensor.
+
+    Args:
+        verb: the op's name.
+        axis: the ranks it runs over.
+        x: the operand.
+        travels: the dtype that is sent; None: that of the operand.
+        backward: whether it is the backward of a call.
+    """
+    SEEN[get_native_id()] = own_rank()
+    count = x.numel() * (travels or x.dtype).itemsize
+    where = " backward" if backward or in_backward() else ""
+    return named_range(f"gradmesh::{verb} axis={axis.name} bytes={count}{where}")

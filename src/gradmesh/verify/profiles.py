@@ -25,7 +25,7 @@ from torch.profiler import profile
 
 from gradmesh._torch import profiler_of_all_threads, profiler_on
 from gradmesh.errors import ArgumentError, message
-from gradmesh.transport.profiling import SEEN, own_rank
+from gradmesh.transport.run import SEEN, own_rank
 from gradmesh.verify.simulator.trace import Entry, metadata, table
 from gradmesh.verify.timelines import complete
 
