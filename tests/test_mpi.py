@@ -93,3 +93,12 @@ def test_without_mpi4py_a_process_of_mpirun_is_no_world_of_one(tmp_path: Path) -
     assert done.returncode != 0
     assert "MissingExtraError" in done.stderr
     assert "gradmesh[mpi]" in done.stderr
+
+
+def test_a_world_of_one_needs_no_mpi4py_also_in_a_shell_of_srun(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gradmesh as gm; import torch.distributed as dist\n"
+        "gm.init(); print(dist.get_world_size(), dist.get_backend())"
+    )
+    assert started(1, "-c", program).stdout == "1 shm\n"

@@ -25,7 +25,7 @@ class Contender:
 
     Attributes:
         system: its name.
-        backend: "gloo", "shm", "threads" or "MPI"; "" for the lower bound, which does not communicate.
+        backend: "gloo", "shm", "threads", "mpi4py" (torch on MPI) or "MPI" (without torch); "" for the lower bound, which does not communicate.
         makers: how it does each verb that it has.
         needs: a module without which it is left out, and the command that installs it.
     """
@@ -52,8 +52,8 @@ def _on(system: System, *backends: str) -> list[Contender]:
 
 _ALL = (
     Contender(FLOOR_NAME, "", FLOOR),
-    *_on(GRADMESH, "shm", "gloo", "threads"),
-    *(Contender("torch.distributed", backend, RAW) for backend in ("shm", "gloo", "threads")),
+    *_on(GRADMESH, "shm", "gloo", "threads", "mpi4py"),
+    *(Contender("torch.distributed", backend, RAW) for backend in ("shm", "gloo", "threads", "mpi4py")),
     *_on(NN, "gloo"),
     *_on(FUNCTIONAL, "gloo", "shm"),
     *_on(SPMD_TYPES, "gloo"),
@@ -69,7 +69,7 @@ def absent(contender: Contender) -> str | None:
     """Why the contender cannot be measured here, as far as one sees without starting a rank."""
     if contender.needs is not None and find_spec(contender.needs[0]) is None:
         return f"no {contender.needs[0]}: {contender.needs[1]}"
-    return mpi.absent() if contender.backend == "MPI" else None
+    return mpi.absent() if contender.backend in ("MPI", "mpi4py") else None
 
 
 def chosen(systems: Sequence[str]) -> list[Contender]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import warnings
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import gradmesh
 from benchmarks.speed.contenders import CONTENDERS
 from benchmarks.speed.worker import Worker
 
@@ -26,7 +29,13 @@ def main() -> None:
     torch.set_num_threads(1)
     mpi: Any = importlib.import_module("mpi4py.MPI")
     world = mpi.COMM_WORLD
-    worker = Worker(world.rank, [CONTENDERS["MPI"]], {"MPI": world}, world.Barrier)
+    contenders = [CONTENDERS[name] for name in os.environ["GRADMESH_BENCH_NAMES"].split(",")]
+    groups: dict[str, Any] = {"MPI": world}
+    if any(contender.backend == "mpi4py" for contender in contenders):
+        warnings.simplefilter("ignore")
+        gradmesh.init(backend="mpi4py")
+        groups["mpi4py"] = dist.group.WORLD
+    worker = Worker(world.rank, contenders, groups, world.Barrier)
     address = str(Path(os.environ["GRADMESH_BENCH_AT"], str(world.rank)))
     key = os.environ["GRADMESH_BENCH_KEY"].encode()
     with Listener(address, authkey=key) as listener, listener.accept() as parent:

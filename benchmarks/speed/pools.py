@@ -179,6 +179,7 @@ class MpiPool(Pool):
             "OMP_NUM_THREADS": "1",
             "GRADMESH_BENCH_AT": self._folder.name,
             "GRADMESH_BENCH_KEY": key,
+            "GRADMESH_BENCH_NAMES": ",".join(self.names),
         }
         program = [sys.executable, "-m", "benchmarks.speed.mpi_rank"]
         self._process = subprocess.Popen(
@@ -247,7 +248,8 @@ def open_pools(size: int, contenders: Sequence[Contender]) -> Iterator[list[Pool
     """The pools that these contenders need."""
     here: dict[str, list[Contender]] = {"gloo": [], "threads": [], "MPI": []}
     for contender in contenders:
-        here[contender.backend if contender.backend in here else "gloo"].append(contender)
+        kind = "MPI" if contender.backend == "mpi4py" else contender.backend
+        here[kind if kind in here else "gloo"].append(contender)
     with contextlib.ExitStack() as stack:
         pools: list[Pool] = []
         for kind, those in here.items():

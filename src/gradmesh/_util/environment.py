@@ -151,6 +151,7 @@ EXTRAS = {
     "demo": ("click", "rich", "matplotlib", "numpy", "sklearn"),
     "forces": ("click", "rich", "matplotlib", "numpy", "ase", "e3nn", "matscipy"),
     "metis": ("pymetis",),
+    "mpi": ("mpi4py",),
     "notebook": ("cloudpickle",),
 }
 """The modules that each extra installs, by import name."""

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,18 +37,17 @@ from typing_extensions import override
 from gradmesh._torch import in_plain_mode
 from gradmesh._util.call_sites import show_tensors
 from gradmesh.backends.own_group import (
+    FlatGroup,
     OwnWork,
-    PythonGroup,
     Results,
+    Shown,
+    Steps,
     Tensors,
-    elements,
     fold,
     in_mode_of,
     mismatched_message,
     operand,
     promised,
-    reducible,
-    reduction,
     timed_out_text,
     timeout_of_group,
 )
@@ -62,11 +61,9 @@ from gradmesh.errors import (
 
 __all__ = ["MpiGroup", "create", "launched", "rendezvous"]
 
-Steps = Iterator[Any]
-"""A collective: a generator of MPI requests, each of which is complete before the next one is made."""
-
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """What the launchers of MPI set: MPICH and Intel's, srun with PMIx, Open MPI, MVAPICH."""
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _SMALL = 1 << 16
 """Bytes of all operands together up to which a sum is an all-gather and a local sum."""
 _POLLS = 200
@@ -78,8 +75,14 @@ _PAUSES = (20e-6, 1e-3)
 
 
 def launched() -> bool:
-    """Whether an MPI launcher has started this process, and no other one, according to the environment."""
-    return any(name in os.environ for name in _RANKS) and (bool(_stores) or "RANK" not in os.environ)
+    """Whether an MPI launcher has started this process among others, and no other launcher, by the environment.
+
+    An interactive shell under `srun` has these variables too, for a world of one; a launcher inside of it adds its own.
+    """
+    if not any(name in os.environ for name in _RANKS) or ("RANK" in os.environ and not _stores):
+        return False
+    sizes = [int(os.environ[name]) for name in _SIZES if os.environ.get(name, "").isdecimal()]
+    return not sizes or max(sizes) > 1
 
 
 def _mpi() -> Any:
@@ -180,7 +183,7 @@ class _MpiWork(OwnWork):
         group: MpiGroup,
         steps: Steps,
         result: object,
-        shown: str,
+        shown: Callable[[], str],
         failed: Callable[[Any], Exception | None] = lambda _error: None,
     ) -> None:
         super().__init__(result)
@@ -238,7 +241,7 @@ class _MpiWork(OwnWork):
         return DeadlockError(
             message(
                 timed_out_text((), limit),
-                op=self.shown,
+                op=self.shown(),
                 axis=self.group.shown(),
                 expected="the same call on every rank of the group",
                 got="MPI does not tell which rank did not make it",
@@ -317,8 +320,11 @@ def _begin(world: Any) -> None:
     _progress = _Progress(world)
 
 
-class MpiGroup(PythonGroup):
-    """A process group over a communicator."""
+class MpiGroup(FlatGroup):
+    """A process group over a communicator; the generators of its calls yield MPI's requests.
+
+    MPI compares no calls: gradmesh's own ops do (`GRADMESH_CHECK`), torch's do not.
+    """
 
     backend = "mpi4py"
 
@@ -371,8 +377,13 @@ class MpiGroup(PythonGroup):
     def abort(self) -> None:
         self.fail(DeadlockError(message("the process group was aborted", axis=self.shown())))
 
+    @override
+    def _call(self, kind: str, shown: Callable[[], str], *numbers: int) -> None:
+        return None
+
+    @override
     def _begin(
-        self, shown: str, steps: Steps, result: object, outputs: Iterable[Tensor] = (), opts: Any = None
+        self, shown: Shown, steps: Steps, result: object, outputs: Iterable[Tensor], opts: Any = None
     ) -> OwnWork:
         inference = any(map(Tensor.is_inference, outputs))
         if inference:
@@ -383,16 +394,18 @@ class MpiGroup(PythonGroup):
             self._number += 1
             self._queue.append(work)
             self.advance()
-        if not work.over and opts is not None and getattr(opts, "asyncOp", True) and _progress is not None:
-            _progress.watch(self)
+        if not work.over:
+            shown.started()
+            if opts is not None and getattr(opts, "asyncOp", True) and _progress is not None:
+                _progress.watch(self)
         return self._collected(work)
 
-    def _check_alive(self, shown: str) -> None:
+    def _check_alive(self, shown: Callable[[], str]) -> None:
         if self._failed is not None:
             raise AbortedError(
                 message(
                     "an earlier call on this group failed",
-                    op=shown,
+                    op=shown(),
                     axis=self.shown(),
                     got=str(self._failed).splitlines()[0],
                     remedy="end the program, or destroy the process group and create another one",
@@ -414,175 +427,57 @@ class MpiGroup(PythonGroup):
 
     # -- movements of bytes
 
-    def _gather(self, out: Tensor, given: Tensor) -> Steps:
-        """Every rank's tensor, all of one size."""
+    @override
+    def _all_gather(self, call: None, out: Tensor, given: Tensor) -> Steps:
         yield self._comm.Iallgather(self._bytes(given), self._bytes(out))
 
-    def _gather_parts(self, taken: Sequence[Tensor], given: Tensor) -> Steps:
-        """Every rank's tensor."""
+    @override
+    def _all_gather_lists(self, call: None, taken: Sequence[Tensor], given: Tensor) -> Steps:
         whole, receiving = self._several(taken)
         yield self._comm.Iallgatherv(self._bytes(given), receiving)
         _spread(whole, taken)
 
-    def _exchange(self, taken: Sequence[Tensor], gives: Sequence[Tensor]) -> Steps:
-        """To each rank its tensor, and from each rank one."""
-        sent, sending = self._several(gives)
+    @override
+    def _exchange(self, call: None, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
+        sent, sending = self._several(given)
         whole, receiving = self._several(taken)
         yield self._comm.Ialltoallv(sending, receiving)
         del sent  # not before MPI has read it
         _spread(whole, taken)
 
-    def _broadcast(self, flat: Tensor, root: int) -> Steps:
+    @override
+    def _broadcast(self, call: None, flat: Tensor, root: int) -> Steps:
         yield self._comm.Ibcast(self._bytes(flat), root)
 
-    def _reduce_scatter(self, out: Tensor, gives: Sequence[Tensor], op: str) -> Steps:
-        """The reduction of what every rank has for this one."""
+    @override
+    def _reduce_scatter(self, call: None, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
         rows = torch.empty(self.count, out.numel(), dtype=out.dtype)
-        yield from self._exchange(rows.unbind(0), gives)
+        yield from self._exchange(call, rows.unbind(0), given)
         fold(op, rows.unbind(0), out)
 
-    def _all_reduce(self, flat: Tensor, op: str) -> Steps:
+    @override
+    def _all_reduce(self, call: None, flat: Tensor, op: str) -> Steps:
         count = flat.numel()
         if count * flat.element_size() * self.count <= _SMALL:
             rows = torch.empty(self.count, count, dtype=flat.dtype)
-            yield from self._gather(rows, flat)
+            yield from self._all_gather(call, rows, flat)
             fold(op, rows.unbind(0), flat)
             return
         sizes = [count // self.count + (rank < count % self.count) for rank in range(self.count)]
         parts = flat.split(sizes)
         mine = torch.empty_like(parts[self.place])
-        yield from self._reduce_scatter(mine, parts, op)
-        yield from self._gather_parts(parts, mine)
+        yield from self._reduce_scatter(call, mine, parts, op)
+        yield from self._all_gather_lists(call, parts, mine)
 
-    def _reduce(self, flat: Tensor, op: str, root: int) -> Steps:
-        rows = torch.empty(self.count if self.place == root else 0, flat.numel(), dtype=flat.dtype)
-        yield self._comm.Igather(self._bytes(flat), self._bytes(rows) if self.place == root else None, root)
+    @override
+    def _reduce(self, call: None, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
+        rows = torch.empty(self.count if self.place == root else 0, given.numel(), dtype=given.dtype)
+        yield self._comm.Igather(self._bytes(given), self._bytes(rows) if self.place == root else None, root)
         if self.place == root:
-            fold(op, rows.unbind(0), flat)
-
-    # -- torch's collectives
+            fold(op, rows.unbind(0), out)
 
     @override
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
-        op = reduction(opts, self.backend)
-        calls, after = [], Results(self)
-        for tensor in tensors:
-            flat = after.flat(tensor, keep=True)
-            reducible(flat, op)
-            calls.append(self._all_reduce(flat, op))
-        return self._begin(f"all_reduce({op.lower()})", after.after(calls), tensors, tensors, opts)
-
-    @override
-    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
-        op, after = reduction(opts, self.backend), Results(self)
-        flat = after.flat(tensors[0], keep=True)
-        reducible(flat, op)
-        steps = after.after([self._reduce(flat, op, opts.rootRank)])
-        return self._begin(f"reduce({op.lower()}, root {opts.rootRank})", steps, tensors, tensors, opts)
-
-    @override
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
-        op = reduction(opts, self.backend)
-        calls, after = [], Results(self)
-        for output, given in zip(outputs, inputs, strict=True):
-            out = after.flat(output)
-            flats = [operand(tensor, self) for tensor in self._one_per_rank("reduce_scatter", given)]
-            reducible(out, op)
-            self._fits("output", output, given[self.place])
-            calls.append(self._reduce_scatter(out, flats, op))
-        return self._begin(f"reduce_scatter({op.lower()})", after.after(calls), outputs, outputs, opts)
-
-    @override
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        op = reduction(opts, self.backend)
-        calls, after = [], Results(self)
-        for output, given in zip(outputs, inputs, strict=True):
-            out = after.flat(output)
-            rows = self._rows(operand(given, self), out, given, output).unbind(0)
-            reducible(out, op)
-            calls.append(self._reduce_scatter(out, rows, op))
-        return self._begin(f"reduce_scatter_single({op.lower()})", after.after(calls), outputs, outputs, opts)
-
-    @override
-    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        root, after = opts.rootRank, Results(self)
-        calls = [self._broadcast(after.flat(tensor, keep=self.place == root), root) for tensor in tensors]
-        return self._begin(f"broadcast(root {root})", after.after(calls), tensors, tensors, opts)
-
-    @override
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
-        calls, after = [], Results(self)
-        for taken, given in zip(outputs, inputs, strict=True):
-            flat = operand(given, self)
-            outs = [after.flat(tensor) for tensor in self._one_per_rank("all_gather", taken)]
-            self._fits("entry of this rank in the output list", taken[self.place], given)
-            calls.append(self._gather_parts(outs, flat))
-        written = [tensor for taken in outputs for tensor in taken]
-        return self._begin("all_gather", after.after(calls), outputs, written, opts)
-
-    @override
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        calls, after = [], Results(self)
-        for output, given in zip(outputs, inputs, strict=True):
-            flat = operand(given, self)
-            calls.append(self._gather(self._rows(after.flat(output), flat, output, given), flat))
-        return self._begin("all_gather_single", after.after(calls), outputs, outputs, opts)
-
-    @override
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
-        root, after, flat = opts.rootRank, Results(self), operand(inputs[0], self)
-        taken = [flat[:0]] * self.count
-        if self.place == root:
-            taken = [after.flat(tensor) for tensor in self._one_per_rank("gather", outputs[0])]
-            self._fits("entry of this rank in the output list", outputs[0][root], inputs[0])
-        gives = [flat if rank == root else flat[:0] for rank in range(self.count)]
-        steps = after.after([self._exchange(taken, gives)])
-        return self._begin(f"gather(root {root})", steps, outputs, outputs[0] if outputs else [], opts)
-
-    @override
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
-        root, after = opts.rootRank, Results(self)
-        out = after.flat(outputs[0])
-        gives = [out[:0]] * self.count
-        if self.place == root:
-            gives = [operand(tensor, self) for tensor in self._one_per_rank("scatter", inputs[0])]
-            self._fits("output", outputs[0], inputs[0][root])
-        taken = [out if rank == root else out[:0] for rank in range(self.count)]
-        steps = after.after([self._exchange(taken, gives)])
-        return self._begin(f"scatter(root {root})", steps, outputs, outputs, opts)
-
-    @override
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        after = Results(self)
-        gives = [operand(tensor, self) for tensor in self._one_per_rank("all_to_all", inputs)]
-        taken = [after.flat(tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
-        self._fits("entry of this rank in the output list", outputs[self.place], inputs[self.place])
-        steps = after.after([self._exchange(taken, gives)])
-        return self._begin("all_to_all", steps, outputs, outputs, opts)
-
-    @override
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> OwnWork:
-        after = Results(self)
-        given, out = operand(input, self), after.flat(output)
-        self._fits("output", output, input, sizes=False)
-        gives = given.split(elements(input, self._split_sizes(input, input_splits)))
-        taken = out.split(elements(output, self._split_sizes(output, output_splits)))
-        self._fits("part of this rank in the output", taken[self.place], gives[self.place])
-        steps = after.after([self._exchange(taken, gives)])
-        return self._begin("all_to_all_single", steps, [output], [output], opts)
-
-    @override
-    def barrier(self, opts: Any = None) -> OwnWork:
-        return self._begin("barrier", self._barrier(), [], opts=opts)
-
-    def _barrier(self) -> Steps:
+    def _barrier(self, call: None) -> Steps:
         yield self._comm.Ibarrier()
 
     # -- point to point
@@ -594,13 +489,16 @@ class MpiGroup(PythonGroup):
         def steps() -> Steps:
             yield self._comm.Isend(self._bytes(flat), to, tag)
 
-        return self._message(_MpiWork(self, steps(), tensors, f"send(to rank {to}, tag {tag})"))
+        return self._message(
+            _MpiWork(self, steps(), tensors, Shown(f"send(to rank {to}, tag {tag})", tensors))
+        )
 
     @override
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
         results = Results(self)
         flat = results.flat(tensors[0])
-        shown = f"recv(from {'any rank' if source is None else f'rank {source}'}, tag {tag})"
+        sender = "any rank" if source is None else f"rank {source}"
+        shown = Shown(f"recv(from {sender}, tag {tag})", tensors)
 
         def steps() -> Steps:
             peer = self._mpi.ANY_SOURCE if source is None else source

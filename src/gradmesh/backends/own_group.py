@@ -26,7 +26,7 @@ from typing_extensions import override
 from gradmesh import _torch
 from gradmesh._torch import compiling, is_fake, never_compiled
 from gradmesh._util.caches import BoundedCache
-from gradmesh._util.call_sites import Site, show_site, show_tensors
+from gradmesh._util.call_sites import Site, call_site, origin, show_site, show_tensors
 from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh.errors import (
     AbortedError,
@@ -609,6 +609,245 @@ class PythonGroup(TorchNames):
             )
 
 
+Steps = Iterator[Any]
+"""A call as a generator: it yields where it has to wait for other ranks; what it yields is the backend's matter."""
+
+
+class FlatGroup(PythonGroup):
+    """A process group that implements torch's collectives by a few movements of flat tensors.
+
+    Subclasses implement the movements, which are generators: what is after a `yield` runs when the other ranks are
+    that far. `call` is what `_call` returned, for backends that compare the ranks' calls.
+    """
+
+    @abc.abstractmethod
+    def _call(self, kind: str, shown: Callable[[], str], *numbers: int) -> Any:
+        """A call of this kind, with numbers that are equal on every rank."""
+
+    @abc.abstractmethod
+    def _begin(
+        self, shown: Shown, steps: Steps, result: object, outputs: Iterable[torch.Tensor], opts: Any = None
+    ) -> OwnWork:
+        """Start a call, and return its work, which gives `result`."""
+
+    @abc.abstractmethod
+    def _all_reduce(self, call: Any, flat: torch.Tensor, op: str) -> Steps:
+        """Write the reduction of the ranks' tensors into each of them."""
+
+    @abc.abstractmethod
+    def _reduce(self, call: Any, out: torch.Tensor, given: torch.Tensor, op: str, root: int) -> Steps:
+        """Write the reduction of the ranks' tensors at the root; `out` may be `given`."""
+
+    @abc.abstractmethod
+    def _reduce_scatter(self, call: Any, out: torch.Tensor, given: Sequence[torch.Tensor], op: str) -> Steps:
+        """Write the reduction of what every rank gives for this one; all of one size."""
+
+    @abc.abstractmethod
+    def _broadcast(self, call: Any, flat: torch.Tensor, root: int) -> Steps:
+        """Write the root's tensor into the others'."""
+
+    @abc.abstractmethod
+    def _all_gather(self, call: Any, out: torch.Tensor, given: torch.Tensor) -> Steps:
+        """Write every rank's tensor, all of one size, into the rows of `out`."""
+
+    @abc.abstractmethod
+    def _all_gather_lists(self, call: Any, taken: Sequence[torch.Tensor], given: torch.Tensor) -> Steps:
+        """Write every rank's tensor, of any size."""
+
+    @abc.abstractmethod
+    def _exchange(self, call: Any, taken: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Steps:
+        """Send to each rank its tensor, and receive one from each."""
+
+    @abc.abstractmethod
+    def _barrier(self, call: Any) -> Steps:
+        """Wait for every rank."""
+
+    # -- reductions
+
+    @override
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
+        op = reduction(opts, self.backend)
+        shown = Shown(f"all_reduce({op.lower()})", tensors)
+        calls, after = [], Results(self)
+        for tensor in tensors:
+            if tensor.layout is torch.sparse_coo and tensor.is_cpu and op == "SUM":
+                numbers = len(tensors), DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
+                three = [self._call("sparse_all_reduce", shown, *numbers, part) for part in range(3)]
+                calls.append(self._sparse_all_reduce(three, tensor))
+                continue
+            flat = after.flat(tensor, keep=True)
+            reducible(flat, op)
+            call = self._call("all_reduce", shown, len(tensors), *facts(flat), REDUCTION_NUMBER[op])
+            calls.append(self._all_reduce(call, flat, op))
+        return self._begin(shown, after.after(calls), tensors, tensors, opts)
+
+    def _sparse_all_reduce(self, calls: Sequence[Any], tensor: torch.Tensor) -> Steps:
+        """Sum sparse COO tensors: gather all counts, indices and values, and let torch add them."""
+        own = tensor.detach().coalesce()
+        sparse_dim = own.sparse_dim()
+        counts = torch.empty(self.count, 1, dtype=torch.int64)
+        yield from self._all_gather(calls[0], counts, torch.tensor([own.indices().shape[1]]))
+        each = counts.view(-1).tolist()
+        indices = [torch.empty(sparse_dim, n, dtype=torch.int64) for n in each]
+        values = [own.values().new_empty((n, *own.values().shape[1:])) for n in each]
+        for call, taken, given in ((calls[1], indices, own.indices()), (calls[2], values, own.values())):
+            yield from self._all_gather_lists(call, [part.view(-1) for part in taken], given.reshape(-1))
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False
+        )
+        tensor.copy_(total.coalesce())  # without detach(), which would not change the original
+
+    @override
+    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
+        op, root = reduction(opts, self.backend), opts.rootRank
+        shown = Shown(f"reduce({op.lower()}, root {root})", tensors)
+        after = Results(self)
+        flat = after.flat(tensors[0], keep=True)
+        reducible(flat, op)
+        call = self._call("reduce", shown, *facts(flat), REDUCTION_NUMBER[op], root)
+        return self._begin(
+            shown, after.after([self._reduce(call, flat, flat, op, root)]), tensors, tensors, opts
+        )
+
+    @override
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
+        op = reduction(opts, self.backend)
+        shown = Shown(f"reduce_scatter({op.lower()})", inputs[0], outputs)
+        calls: list[Steps] = []
+        after = Results(self)
+        for output, given in zip(outputs, inputs, strict=True):
+            out = after.flat(output)
+            flats = [operand(tensor, self) for tensor in self._one_per_rank("reduce_scatter", given)]
+            reducible(out, op)
+            self._fits("output", output, given[self.place])
+            sizes = [flat.numel() for flat in flats]
+            numbers = len(outputs), DTYPE_NUMBER[out.dtype], REDUCTION_NUMBER[op], *sizes
+            if len(set(sizes)) == 1:
+                call = self._call("reduce_scatter", shown, *numbers)
+                calls.append(self._reduce_scatter(call, out, flats, op))
+                continue
+            for target, flat in enumerate(flats):
+                call = self._call("reduce_scatter", shown, *numbers, target)
+                calls.append(self._reduce(call, out, flat, op, target))
+        return self._begin(shown, after.after(calls), outputs, outputs, opts)
+
+    @override
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        op = reduction(opts, self.backend)
+        shown = Shown(f"reduce_scatter_single({op.lower()})", inputs, outputs)
+        calls, after = [], Results(self)
+        for output, given in zip(outputs, inputs, strict=True):
+            out = after.flat(output)
+            rows = self._rows(operand(given, self), out, given, output).unbind(0)
+            reducible(out, op)
+            numbers = len(outputs), *facts(out), REDUCTION_NUMBER[op]
+            call = self._call("reduce_scatter_single", shown, *numbers)
+            calls.append(self._reduce_scatter(call, out, rows, op))
+        return self._begin(shown, after.after(calls), outputs, outputs, opts)
+
+    # -- exchanges
+
+    @override
+    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
+        root = opts.rootRank
+        shown = Shown(f"broadcast(root {root})", tensors)
+        calls, after = [], Results(self)
+        for tensor in tensors:
+            flat = after.flat(tensor, keep=self.place == root)
+            call = self._call("broadcast", shown, len(tensors), *facts(flat), root)
+            calls.append(self._broadcast(call, flat, root))
+        return self._begin(shown, after.after(calls), tensors, tensors, opts)
+
+    @override
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
+        shown = Shown("all_gather", inputs, outputs[0])
+        calls, after = [], Results(self)
+        for taken, given in zip(outputs, inputs, strict=True):
+            flat = operand(given, self)
+            outs = [after.flat(tensor) for tensor in self._one_per_rank("all_gather", taken)]
+            self._fits("entry of this rank in the output list", taken[self.place], given)
+            numbers = len(inputs), DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs)
+            call = self._call("all_gather", shown, *numbers)
+            calls.append(self._all_gather_lists(call, outs, flat))
+        return self._begin(shown, after.after(calls), outputs, [t for taken in outputs for t in taken], opts)
+
+    @override
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        shown = Shown("all_gather_single", inputs, outputs)
+        calls, after = [], Results(self)
+        for output, given in zip(outputs, inputs, strict=True):
+            flat = operand(given, self)
+            rows = self._rows(after.flat(output), flat, output, given)
+            call = self._call("all_gather_single", shown, len(inputs), *facts(flat))
+            calls.append(self._all_gather(call, rows, flat))
+        return self._begin(shown, after.after(calls), outputs, outputs, opts)
+
+    @override
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
+        root, given = opts.rootRank, inputs[0]
+        after, flat = Results(self), operand(given, self)
+        nothing = flat[:0]
+        taken = [nothing] * self.count
+        shown = Shown(f"gather(root {root})", inputs, outputs[0] if outputs else [])
+        if self.place == root:
+            taken = [after.flat(tensor) for tensor in self._one_per_rank("gather", outputs[0])]
+            self._fits("entry of this rank in the output list", outputs[0][root], given)
+        gives = [flat if rank == root else nothing for rank in range(self.count)]
+        call = self._call("gather", shown, DTYPE_NUMBER[flat.dtype], root)
+        steps = after.after([self._exchange(call, taken, gives)])
+        return self._begin(shown, steps, outputs, outputs[0] if outputs else [], opts)
+
+    @override
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
+        root, output = opts.rootRank, outputs[0]
+        after = Results(self)
+        out = after.flat(output)
+        nothing = out[:0]
+        gives = [nothing] * self.count
+        shown = Shown(f"scatter(root {root})", inputs[0] if inputs else [], outputs)
+        if self.place == root:
+            gives = [operand(tensor, self) for tensor in self._one_per_rank("scatter", inputs[0])]
+            self._fits("output", output, inputs[0][root])
+        taken = [out if rank == root else nothing for rank in range(self.count)]
+        call = self._call("scatter", shown, DTYPE_NUMBER[out.dtype], root)
+        return self._begin(shown, after.after([self._exchange(call, taken, gives)]), outputs, outputs, opts)
+
+    @override
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        shown = Shown("all_to_all", inputs, outputs)
+        after = Results(self)
+        gives = [operand(tensor, self) for tensor in self._one_per_rank("all_to_all", inputs)]
+        taken = [after.flat(tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
+        self._fits("entry of this rank in the output list", outputs[self.place], inputs[self.place])
+        call = self._call("all_to_all", shown, DTYPE_NUMBER[gives[0].dtype])
+        return self._begin(shown, after.after([self._exchange(call, taken, gives)]), outputs, outputs, opts)
+
+    @override
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> OwnWork:
+        shown = Shown("all_to_all_single", [input], [output])
+        after = Results(self)
+        given, out = operand(input, self), after.flat(output)
+        self._fits("output", output, input, sizes=False)
+        gives = given.split(elements(input, self._split_sizes(input, input_splits)))
+        taken = out.split(elements(output, self._split_sizes(output, output_splits)))
+        self._fits("part of this rank in the output", taken[self.place], gives[self.place])
+        call = self._call("all_to_all_single", shown, DTYPE_NUMBER[given.dtype])
+        steps = self._exchange(call, taken, gives)
+        return self._begin(shown, after.after([steps]), [output], [output], opts)
+
+    @override
+    def barrier(self, opts: Any = None) -> OwnWork:
+        shown = Shown("barrier", [])
+        return self._begin(shown, self._barrier(self._call("barrier", shown)), [], [], opts)
+
+
 class OwnGroup(PythonGroup):
     """A process group that compares the ranks' calls, and has calls for gradmesh's data path beside torch's.
 
@@ -704,6 +943,27 @@ def show_call(
     return f"{call}  {show_tensors(inputs)}{to}  {show_site(site)}"
 
 
+class Shown:
+    """The description of a call, for errors: its name, tensors and call site."""
+
+    __slots__ = ("_call", "_inputs", "_origin", "_outputs", "_site")
+
+    def __init__(
+        self, call: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._call, self._inputs, self._outputs = call, inputs, outputs
+        self._site: Site = None
+        self._origin = origin()
+
+    def started(self) -> None:
+        """Record the call site, because the call may be finished elsewhere."""
+        self._site = call_site()
+
+    def __call__(self) -> str:
+        """The description."""
+        return show_call(self._call, self._inputs, self._outputs, self._site or call_site(), self._origin)
+
+
 def timed_out_text(ranks: Iterable[int], seconds: float) -> str:
     """The error text for ranks that timed out."""
     named = ", ".join(map(str, ranks))
@@ -759,6 +1019,17 @@ def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
     if total.is_floating_point() or total.is_complex():
         return total.div_(count)
     return total.copy_(torch.div(total, count, rounding_mode="trunc"))
+
+
+REDUCTION_NUMBER = {name: number for number, name in enumerate(REDUCTIONS)}
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+"""Every dtype of torch; the index is its number between processes, the same in each of them."""
+DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def facts(flat: torch.Tensor) -> tuple[int, int]:
+    """The properties of a tensor that ranks compare: the number of its dtype, and its size."""
+    return DTYPE_NUMBER[flat.dtype], flat.numel()
 
 
 _names: dict[Any, str] = {}

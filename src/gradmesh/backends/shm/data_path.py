@@ -29,16 +29,19 @@ from typing_extensions import override
 
 from gradmesh import _torch
 from gradmesh.backends.own_group import (
+    DTYPE_NUMBER,
     FLAGS,
-    REDUCTIONS,
+    REDUCTION_NUMBER,
     CallCheck,
     OwnGroup,
+    Shown,
+    Steps,
+    facts,
     fold,
     reducible,
     refusal,
 )
-from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep, Shown, Steps
-from gradmesh.backends.shm.p2p import DTYPE_NUMBER
+from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep
 
 _SHARED_WORK = 1 << 16
 """Minimum bytes per rank for which more than two ranks divide the work of a sum, which needs an additional epoch."""
@@ -142,23 +145,6 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
         for owner, row in enumerate(slots.rows):
             ready = slice(owner * share, (owner + 1) * share)
             part[ready].copy_(row[ready])
-
-
-def sparse_all_reduce(calls: Sequence[Call], tensor: Tensor) -> Steps:
-    """Sum sparse COO tensors: gather all counts, indices and values, and let torch add them."""
-    own = tensor.detach().coalesce()
-    size, sparse_dim = calls[0].lockstep.size, own.sparse_dim()
-    counts = torch.empty(size, 1, dtype=torch.int64)
-    yield from all_gather(calls[0], counts, torch.tensor([own.indices().shape[1]]))
-    each = counts.view(-1).tolist()
-    indices = [torch.empty(sparse_dim, n, dtype=torch.int64) for n in each]
-    values = [own.values().new_empty((n, *own.values().shape[1:])) for n in each]
-    for call, taken, given in ((calls[1], indices, own.indices()), (calls[2], values, own.values())):
-        yield from all_gather_lists(call, [part.view(-1) for part in taken], given.reshape(-1))
-    total = torch.sparse_coo_tensor(
-        torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False
-    )
-    tensor.copy_(total.coalesce())  # without detach(), which would not change the original
 
 
 def write_pieces(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
@@ -543,7 +529,6 @@ RELAY = Primitive("relay", "relay(from {})", _all_given, _write_handed_on, _read
 
 _COMPARED = 0xFFFF_FFFF_FFFF_FFFF & ~FLAGS
 
-REDUCTION_NUMBER = {name: number for number, name in enumerate(REDUCTIONS)}
 _KINDS = (
     "all_gather",
     "all_gather_single",
@@ -569,11 +554,6 @@ def call_hash(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -
     if call_check is None:
         return bits & _COMPARED
     return hash((call_check.digest, bits)) & _COMPARED | call_check.flags
-
-
-def facts(flat: Tensor) -> tuple[int, int]:
-    """The properties of a tensor that ranks compare: the number of its dtype, and its size."""
-    return DTYPE_NUMBER[flat.dtype], flat.numel()
 
 
 _SUM = REDUCTION_NUMBER["SUM"]

@@ -42,19 +42,18 @@ from os import sched_yield
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from gradmesh import _torch
-from gradmesh._util.call_sites import Site, call_site, origin
 from gradmesh.backends.own_group import (
     FLAGS,
     SAME_CALLS,
     CallCheck,
     OwnWork,
     Promise,
+    Shown,
+    Steps,
     completed,
-    show_call,
     timed_out_text,
 )
 from gradmesh.backends.shm import shared_memory
@@ -205,10 +204,6 @@ def in_background(engine: Engine) -> None:
     _helper.need(None if word is None else word[0])
 
 
-Steps = Iterator[None]
-"""A pending call: yields to wait until all ranks have published."""
-
-
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _WORDS = 4096
 """Maximum bytes of a rank's description of a mismatched call."""
@@ -354,25 +349,6 @@ class Call:
 
 class RefusedError(Exception):
     """All ranks reject a mismatched call; the group remains usable. The argument is the error to raise."""
-
-
-class Shown:
-    """The description of a call, for errors: its name, tensors and call site."""
-
-    __slots__ = ("_call", "_inputs", "_origin", "_outputs", "_site")
-
-    def __init__(self, call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
-        self._call, self._inputs, self._outputs = call, inputs, outputs
-        self._site: Site = None
-        self._origin = origin()
-
-    def started(self) -> None:
-        """Record the call site, because the call may be finished elsewhere."""
-        self._site = call_site()
-
-    def __call__(self) -> str:
-        """The description."""
-        return show_call(self._call, self._inputs, self._outputs, self._site or call_site(), self._origin)
 
 
 class AsyncWork(OwnWork):

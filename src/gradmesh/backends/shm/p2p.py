@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.backends.own_group import mismatched_message
+from gradmesh.backends.own_group import DTYPE_NUMBER, DTYPES, mismatched_message
 from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import MismatchError
 from gradmesh.ops.transport import bytes_of
 
-__all__ = ["DTYPE_NUMBER", "P2PChannel", "Receive", "Send", "misfit"]
+__all__ = ["P2PChannel", "Receive", "Send", "misfit"]
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-"""Every dtype of torch; the index is its number in shared memory, the same in every process."""
-DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _HEADER = struct.Struct("<qqqq")  # tag, number of the dtype, elements, bytes
 
 
