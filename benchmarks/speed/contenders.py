@@ -25,7 +25,8 @@ class Contender:
 
     Attributes:
         system: its name.
-        backend: "gloo", "shm", "threads", "mpi4py" (torch on MPI) or "MPI" (without torch); "" for the lower bound, which does not communicate.
+        backend: "gloo", "shm", "threads", "mpi4py" (torch's calls over MPI) or "MPI"; "" for
+            the lower bound, which does not communicate.
         makers: how it does each verb that it has.
         needs: a module without which it is left out, and the command that installs it.
     """

@@ -10,7 +10,7 @@ bfloat16 and complex included. A small sum is an all-gather and a local sum, a l
 
 All calls are non-blocking ones, so that a rank that waits notices a timeout. A collective may consist of several MPI
 calls, and all ranks have to make these in one order: a group makes one collective after the other. Many MPI libraries
-only advance a call while the program is inside of them: a waiting rank polls, and a thread does for calls that nobody
+only advance a call while the program is inside of them: a waiting rank polls, and a thread does for calls that no rank
 waits for. This requires the thread level MULTIPLE.
 """
 
@@ -262,7 +262,7 @@ class _MpiWork(OwnWork):
 
 
 class _Progress:
-    """A thread that polls for the calls that were started and that nobody waits for."""
+    """A thread that polls for the calls that were started and that no caller waits for."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
