@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
@@ -133,6 +136,32 @@ def calls() -> None:
     drawn.settle()
 
 
+def lists() -> None:
+    """Calls with one tensor per rank, of sizes that differ, of objects, and of sparse tensors."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = range(size)
+    out = torch.zeros(rank + 1)
+    dist.reduce_scatter(out, [torch.arange(to + 1.0) * (rank + 1) for to in every])
+    assert out.tolist() == [sum(1 + at for at in every) * column for column in range(rank + 1)]
+    given = [torch.full((rank + to,), 10.0 * rank + to) for to in every]
+    taken = [torch.zeros(source + rank) for source in every]
+    dist.all_to_all(taken, given)
+    assert [x.tolist() for x in taken] == [[10.0 * source + rank] * (source + rank) for source in every]
+    root = size - 1
+    gathered = [torch.zeros(2, 1) for _ in every] if rank == root else None
+    dist.gather(torch.full((2, 1), float(rank)), gathered, dst=root)
+    assert gathered is None or [x.flatten().tolist() for x in gathered] == [[at, at] for at in every]
+    scattered = torch.zeros(2)
+    dist.scatter(scattered, [torch.full((2,), float(to)) for to in every] if rank == root else None, src=root)
+    assert scattered.tolist() == [rank, rank]
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": "of" * rank})
+    assert objects == [{"rank": "of" * at} for at in every]
+    sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,), check_invariants=True)
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [*[1.0] * size, 2.0 * size]
+
+
 def subgroups() -> None:
     """Groups of some ranks, one of them in another order, beside each other."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -167,6 +196,63 @@ def mismatch() -> None:
     assert gm.all_reduce(torch.ones(()), dst=gm.I).item() == dist.get_world_size()
 
 
+def in_place() -> None:
+    """The input may be the output, or this rank's part of it, as FSDP2 gathers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = [float(at) for at in range(size) for _ in range(2)]
+    out = torch.zeros(2 * size)
+    own = out.narrow(0, 2 * rank, 2).fill_(rank)
+    dist.all_gather_into_tensor(out, own)
+    assert out.tolist() == gathered
+    parts = list(torch.zeros(2 * size).chunk(size))
+    dist.all_gather(parts, parts[rank].fill_(rank))
+    assert torch.cat(parts).tolist() == gathered
+    both = torch.full((2 * size,), float(rank))
+    dist.all_to_all_single(both, both)
+    assert both.tolist() == gathered
+
+
+def inference() -> None:
+    """Calls in inference mode, which end outside of it, on tensors of either kind."""
+    size = dist.get_world_size()
+    for shape in ((3, 2), (1 << 15, 2)):
+        normal = torch.ones(shape).t()
+        with torch.inference_mode():
+            inner = torch.ones(shape).t()
+            works = [dist.all_reduce(x, async_op=True) for x in (normal, inner)]
+            dist.all_reduce(normal)
+        for work in works:
+            work.wait()
+        assert normal.eq(size * size).all()
+        assert inner.eq(size).all()
+
+
+def fsdp() -> None:
+    """The gradients of fully_shard are those of one process with all rows."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double()
+    rows = torch.randn(4 * dist.get_world_size(), 5, dtype=torch.float64)
+    model(rows).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model(rows.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+    for p, right in zip(model.parameters(), expected, strict=True):
+        assert isinstance(p.grad, DTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), right)
+
+
+def another_world() -> None:
+    """The process group may be destroyed, and another one made of the variables that `gm.init` has set."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [dist.get_world_size()] * 2
+    dist.destroy_process_group()
+    gm.init(timeout=60)
+
+
 def too_long() -> None:
     """A message that is longer than the tensor for it is an error of the receiver."""
     if dist.get_rank() == 0:
@@ -191,7 +277,7 @@ def late() -> None:
         print("late is right", flush=True)
     else:
         time.sleep(5)
-    raise ValueError("the group is of no more use: end all ranks")
+    sys.exit(3)  # which ends the other rank too
 
 
 def uncaught() -> None:
@@ -204,8 +290,9 @@ def uncaught() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
-    gm.init(timeout=60)
-    assert dist.get_backend() == "mpi4py"
+    backend = os.environ.get("BACKEND", "mpi4py")
+    gm.init(None if backend == "mpi4py" else backend, timeout=60)
+    assert dist.get_backend() == backend
     for name in sys.argv[1:]:
         globals()[name]()
         print(f"{name} is right on rank {dist.get_rank()}\n", end="", flush=True)

@@ -55,7 +55,18 @@ def run() -> Callable[..., Done]:
     return made
 
 
-RIGHT = ("calls", "subgroups", "ddp", "mismatch", "too_long")
+RIGHT = (
+    "calls",
+    "lists",
+    "in_place",
+    "inference",
+    "subgroups",
+    "ddp",
+    "fsdp",
+    "mismatch",
+    "too_long",
+    "another_world",
+)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -85,9 +96,10 @@ def test_a_call_that_another_rank_does_not_make_ends_after_the_timeout(run: Call
     assert "late is right" in done.stdout, done.stderr
 
 
-def test_an_uncaught_error_ends_the_ranks_that_wait(run: Callable[..., Done]) -> None:
+@pytest.mark.parametrize("backend", ["mpi4py", "gloo"])
+def test_an_uncaught_error_ends_the_ranks_that_wait(backend: str) -> None:
     begin = time.monotonic()
-    done = run(2, ("uncaught",))
+    done = started(2, "-m", "tests.mpi_ranks", "uncaught", BACKEND=backend)
     assert done.returncode != 0
     assert "ValueError: of rank 0" in done.stderr
     assert time.monotonic() - begin < 50  # the others would wait for 60 seconds

@@ -2,8 +2,7 @@
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
 """The `mpi4py` backend of torch.distributed: CPU tensors over MPI, for ranks that `mpirun` or `srun` has started.
 
-torch's wheels come without MPI. This backend calls the MPI library through mpi4py, with the memory of the tensors, so
-that nothing is copied that is dense. `gradmesh.init()` selects it under an MPI launcher.
+torch's wheels come without MPI. This backend calls the MPI library through mpi4py, with the memory of the tensors. `gradmesh.init()` selects it under an MPI launcher.
 
 MPI moves bytes; sums are taken here, in rank order: the same bits on every rank, for every dtype that torch adds,
 bfloat16 and complex included. A small sum is an all-gather and a local sum, a large one is divided among the ranks.
@@ -17,6 +16,7 @@ waits for. This requires the thread level MULTIPLE.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 import socket
@@ -118,27 +118,28 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:
 
     Collective over all ranks of MPI_COMM_WORLD.
     """
-    world = _mpi().COMM_WORLD
+    MPI = _mpi()  # noqa: N806
+    world = MPI.COMM_WORLD
+    _begin(world)
     if not _stores:
-        _stores.append(_store(world, timeout))
+        _stores.append(_store(world, world.Split_type(MPI.COMM_TYPE_SHARED), timeout))
     _stores.append(PrefixStore(f"world {len(_stores)}", _stores[0]))
     return _stores[-1], world.rank, world.size
 
 
-def _store(world: Any, timeout: datetime.timedelta) -> Any:
-    hosts = world.allgather(socket.gethostname())
-    mine = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-    address = "127.0.0.1" if len(mine) == world.size else hosts[0]
-    server = (
-        TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if not world.rank else None
-    )
+def _store(world: Any, host: Any, timeout: datetime.timedelta) -> Any:
+    address = world.bcast("127.0.0.1" if host.size == world.size else socket.gethostname())
+    server = None
+    if not world.rank:
+        # Shared with `init_process_group` from the environment, which begins a server at this port too.
+        server = TCPStore(address, 0, world.size, True, timeout, False, multi_tenant=True)
     port = world.bcast(server and server.port)
     store = server or TCPStore(address, port, world.size, False, timeout)
     values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
-        "LOCAL_RANK": mine.index(world.rank),
-        "LOCAL_WORLD_SIZE": len(mine),
+        "LOCAL_RANK": host.rank,
+        "LOCAL_WORLD_SIZE": host.size,
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
@@ -160,11 +161,31 @@ def create(options: Any, _backend_options: object) -> MpiGroup:
                 remedy="start the script with mpirun or srun and call gradmesh.init() without setting RANK",
             )
         )
-    if _progress is None:
-        _begin(world)
+    _begin(world)
+    timeout = timeout_of_group(options.timeout)
+    _met(options, timeout)
     # A communicator of its own, since that of the world is also the program's.
     comm = world.Create_group(world.Get_group().Incl(names))
-    return MpiGroup(MPI, comm, options.group_id, timeout_of_group(options.timeout))
+    return MpiGroup(MPI, comm, options.group_id, timeout)
+
+
+def _met(options: Any, timeout: datetime.timedelta) -> None:
+    """Wait for the other members in the store: MPI would wait without a timeout."""
+    keys = [f"mpi4py {rank}" for rank in range(options.group_size)]
+    options.store.set(keys[options.group_rank], "")
+    try:
+        options.store.wait(keys, timeout)
+    except RuntimeError as error:
+        late = [rank for rank, key in enumerate(keys) if not options.store.check([key])]
+        raise DeadlockError(
+            message(
+                timed_out_text(late, timeout.total_seconds()),
+                op="new_group",
+                axis=f"group '{options.group_id}', rank {options.group_rank} of {options.group_size}",
+                expected="every rank of the group creates it",
+                remedy="check the missing ranks for an exception or an early return",
+            )
+        ) from error
 
 
 class _MpiWork(OwnWork):
@@ -282,16 +303,17 @@ class _Progress:
             self._changed.notify()
 
     def end(self) -> None:
-        """End the thread; after an uncaught error all ranks, as with other launchers: MPI would wait for them."""
+        """End the thread; after an uncaught error or a timeout all ranks, as torchrun does: MPI would wait for them."""
         with self._changed:
             self._ended = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
         # The interpreter sets this where it shows an uncaught error; an excepthook may be inside of another one.
-        if getattr(sys, "last_value", None) is not None and self._world.size > 1:
-            sys.stdout.flush()
-            sys.stderr.flush()
+        if (getattr(sys, "last_value", None) is not None or _abandoned) and self._world.size > 1:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # a closed pipe
+                    stream.flush()
             time.sleep(_SHOWN)
             self._world.Abort(1)
 
@@ -299,7 +321,7 @@ class _Progress:
         pause = _PAUSES[0]
         while True:
             with self._changed:
-                if self._changed.wait(pause if self._groups else None):
+                if not self._ended and self._changed.wait(pause if self._groups else None):
                     pause = _PAUSES[0]
                 if self._ended:
                     return
@@ -312,12 +334,15 @@ class _Progress:
 
 
 _progress: _Progress | None = None
+_abandoned: list[_MpiWork] = []
+"""Calls that failed while MPI may still write into their tensors, whose memory is therefore kept."""
 
 
 def _begin(world: Any) -> None:
-    """Start what the groups of a process share."""
+    """Start what the groups of a process share, once."""
     global _progress
-    _progress = _Progress(world)
+    if _progress is None:
+        _progress = _Progress(world)
 
 
 class MpiGroup(FlatGroup):
@@ -351,17 +376,21 @@ class MpiGroup(FlatGroup):
         with self._lock:
             self._sent = [work for work in self._sent if not work.advance()]
             while self._queue and self._queue[0].advance():
-                self._queue.popleft()
+                if (error := self._queue.popleft().error) is not None:
+                    self.fail(
+                        error
+                    )  # the other ranks' next MPI calls would meet those of this rank's next call
 
     def pending(self) -> bool:
         """Whether any call is pending."""
         return bool(self._queue or self._sent)
 
-    def fail(self, error: DeadlockError) -> None:
+    def fail(self, error: BaseException) -> None:
         """End all pending calls: MPI cannot take a collective back, so that the group is of no more use."""
         with self._lock:
             self._failed = error
             for work in (*self._queue, *self._sent):
+                _abandoned.append(work)
                 work.end(error)
             self._queue.clear()
             self._sent.clear()
@@ -372,6 +401,11 @@ class MpiGroup(FlatGroup):
         while self.pending() and time.monotonic() < deadline:
             time.sleep(_PAUSES[0])
             self.advance()
+        if self.pending():
+            self.abort()
+        if self._failed is None and not self._mpi.Is_finalized():
+            self._failed = AbortedError(message("the process group was destroyed", axis=self.shown()))
+            self._comm.Free()
 
     @override
     def abort(self) -> None:
@@ -385,10 +419,7 @@ class MpiGroup(FlatGroup):
     def _begin(
         self, shown: Shown, steps: Steps, result: object, outputs: Iterable[Tensor], opts: Any = None
     ) -> OwnWork:
-        inference = any(map(Tensor.is_inference, outputs))
-        if inference:
-            steps = _in_inference_mode(steps)
-        work = _MpiWork(self, steps, result, shown)
+        work = _MpiWork(self, _in_mode(any(map(Tensor.is_inference, outputs)), steps), result, shown)
         with self._lock:
             self._check_alive(shown)
             self._number += 1
@@ -418,31 +449,34 @@ class MpiGroup(FlatGroup):
             self._mpi.BYTE,
         ]
 
-    def _several(self, flats: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
-        """Flat tensors one after the other, in one tensor, which is theirs if they lie like that."""
-        whole = _joined(flats)
+    def _several(self, whole: Tensor, flats: Sequence[Tensor]) -> list[Any]:
+        """A tensor that has the flat ones one after the other."""
+        for flat in flats:
+            if flat.dtype != whole.dtype:
+                self._fits("list", flat, whole, sizes=False)
         counts = [flat.numel() * flat.element_size() for flat in flats]
         places = [sum(counts[:at]) for at in range(len(counts))]
-        return whole, [self._bytes(whole)[0], counts, places, self._mpi.BYTE]
+        return [self._bytes(whole)[0], counts, places, self._mpi.BYTE]
 
     # -- movements of bytes
 
     @override
     def _all_gather(self, call: None, out: Tensor, given: Tensor) -> Steps:
-        yield self._comm.Iallgather(self._bytes(given), self._bytes(out))
+        sent = _apart(given, out)
+        yield self._comm.Iallgather(self._bytes(sent), self._bytes(out))
 
     @override
     def _all_gather_lists(self, call: None, taken: Sequence[Tensor], given: Tensor) -> Steps:
-        whole, receiving = self._several(taken)
-        yield self._comm.Iallgatherv(self._bytes(given), receiving)
+        whole = _joined(taken)
+        sent = _apart(given, whole)
+        yield self._comm.Iallgatherv(self._bytes(sent), self._several(whole, taken))
         _spread(whole, taken)
 
     @override
     def _exchange(self, call: None, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
-        sent, sending = self._several(given)
-        whole, receiving = self._several(taken)
-        yield self._comm.Ialltoallv(sending, receiving)
-        del sent  # not before MPI has read it
+        whole = _joined(taken)
+        sent = _apart(_joined(given), whole)
+        yield self._comm.Ialltoallv(self._several(sent, given), self._several(whole, taken))
         _spread(whole, taken)
 
     @override
@@ -541,6 +575,15 @@ def _joined(flats: Sequence[Tensor]) -> Tensor:
     return torch.as_strided(first, (at - first.storage_offset(),), (1,))
 
 
+def _apart(given: Tensor, out: Tensor) -> Tensor:
+    """A tensor to send, or a copy of it where it shares memory with `out`: MPI does not allow that."""
+    own, place = given.data_ptr(), out.data_ptr()
+    overlap = (
+        own < place + out.numel() * out.element_size() and place < own + given.numel() * given.element_size()
+    )
+    return given.clone() if overlap else given
+
+
 def _spread(whole: Tensor, flats: Sequence[Tensor]) -> None:
     """Write a tensor that may have been made by `_joined` back into its parts."""
     at = 0
@@ -551,11 +594,11 @@ def _spread(whole: Tensor, flats: Sequence[Tensor]) -> None:
             flat.copy_(part)
 
 
-def _in_inference_mode(steps: Steps) -> Steps:
-    """The steps, whose outputs are inference tensors."""
+def _in_mode(inference: bool, steps: Steps) -> Steps:
+    """The steps in the mode of their outputs, whichever the thread that runs a step is in."""
     step = partial(next, steps, None)
     while True:
-        with torch.inference_mode():
+        with torch.inference_mode(inference):
             request = step()
         if request is None:
             return

@@ -1125,8 +1125,10 @@ def operand(tensor: torch.Tensor, group: PythonGroup) -> torch.Tensor:
 
 def _dense_like(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     """A contiguous tensor of the same shape, with the same values if `keep`."""
-    dense = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return dense.copy_(tensor) if keep else dense
+    # A call may end in another mode, or on another thread.
+    with torch.inference_mode(tensor.is_inference()):
+        dense = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return dense.copy_(tensor) if keep else dense
 
 
 def _on_cpu(tensor: torch.Tensor, group: PythonGroup) -> None:
