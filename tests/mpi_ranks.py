@@ -216,15 +216,15 @@ def inference() -> None:
     """Calls in inference mode, which end outside of it, on tensors of either kind."""
     size = dist.get_world_size()
     for shape in ((3, 2), (1 << 15, 2)):
-        normal = torch.ones(shape).t()
+        normal, waited = torch.ones(shape).t(), torch.ones(shape).t()
         with torch.inference_mode():
             inner = torch.ones(shape).t()
             works = [dist.all_reduce(x, async_op=True) for x in (normal, inner)]
-            dist.all_reduce(normal)
+            dist.all_reduce(waited)
         for work in works:
             work.wait()
-        assert normal.eq(size * size).all()
-        assert inner.eq(size).all()
+        for x in (normal, waited, inner):
+            assert x.eq(size).all()
 
 
 def fsdp() -> None:

@@ -2,7 +2,8 @@
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
 """The `mpi4py` backend of torch.distributed: CPU tensors over MPI, for ranks that `mpirun` or `srun` has started.
 
-torch's wheels come without MPI. This backend calls the MPI library through mpi4py, with the memory of the tensors. `gradmesh.init()` selects it under an MPI launcher.
+torch's wheels come without MPI. This backend calls the MPI library through mpi4py, with the memory of the tensors.
+`gradmesh.init()` selects it under an MPI launcher.
 
 MPI moves bytes; sums are taken here, in rank order: the same bits on every rank, for every dtype that torch adds,
 bfloat16 and complex included. A small sum is an all-gather and a local sum, a large one is divided among the ranks.
