@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -98,11 +97,10 @@ def test_a_call_that_another_rank_does_not_make_ends_after_the_timeout(run: Call
 
 @pytest.mark.parametrize("backend", ["mpi4py", "gloo"])
 def test_an_uncaught_error_ends_the_ranks_that_wait(backend: str) -> None:
-    begin = time.monotonic()
     done = started(2, "-m", "tests.mpi_ranks", "uncaught", BACKEND=backend)
     assert done.returncode != 0
     assert "ValueError: of rank 0" in done.stderr
-    assert time.monotonic() - begin < 50  # the others would wait for 60 seconds
+    assert "until the timeout" not in done.stdout
 
 
 def test_without_mpi4py_a_process_of_mpirun_is_no_world_of_one(tmp_path: Path) -> None:
