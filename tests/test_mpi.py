@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+from benchmarks.speed import mpi
+
 Done = subprocess.CompletedProcess[str]
 
 pytestmark = pytest.mark.processes
 
 
 def started(ranks: int, *command: str, **variables: str) -> Done:
-    assert MPIRUN is not None
     root = Path(__file__).parents[1]
     paths = {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     return subprocess.run(
-        [MPIRUN, "-n", str(ranks), sys.executable, *command],
+        [str(mpi.launcher()), "-n", str(ranks), sys.executable, *command],
         cwd=root,
         env={**os.environ, **paths, **variables},
         capture_output=True,
@@ -35,12 +34,8 @@ def started(ranks: int, *command: str, **variables: str) -> Done:
 @pytest.fixture(scope="module", autouse=True)
 def _mpi() -> None:
     """Skips where there is no MPI, or one that starts no ranks on this machine."""
-    pytest.importorskip("mpi4py")
-    if MPIRUN is None:
-        pytest.skip("mpirun is not installed: pip install mpich")
-    done = started(2, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))")
-    if done.stdout.split() != ["2", "2"]:
-        pytest.skip(f"mpirun starts no ranks here: {done.stderr[-300:]}")
+    if reason := mpi.absent():
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")

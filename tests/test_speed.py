@@ -69,12 +69,14 @@ def test_gradmesh_and_the_raw_calls_are_right_on_threads_both_ways(threads: Call
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(mpi.absent() is not None, reason=str(mpi.absent()))
-def test_mpi_is_right_both_ways() -> None:
-    with MpiPool(2, [CONTENDERS["MPI"]]) as pool:
+def test_mpi_is_right_both_ways_also_under_torch() -> None:
+    if reason := mpi.absent():
+        pytest.skip(reason)
+    names = on(["MPI", "mpi4py"])
+    with MpiPool(2, [CONTENDERS[name] for name in names]) as pool:
         assert "MPI" in pool.version
-        found = verdicts(["MPI"], lambda task, able: pool.call("check", task, able))
-    assert len(found) == 2 * len(VERBS) * len(WAYS)
+        found = verdicts(names, lambda task, able: pool.call("check", task, able))
+    assert len(found) == 3 * 2 * len(VERBS) * len(WAYS)
     assert not any(found.values())
 
 

@@ -67,7 +67,7 @@ SYSTEMS = tuple(dict.fromkeys(contender.system for contender in _ALL))
 
 
 def absent(contender: Contender) -> str | None:
-    """Why the contender cannot be measured here, as far as one sees without starting a rank."""
+    """Why the contender cannot be measured here, as far as one sees before the ranks are started."""
     if contender.needs is not None and find_spec(contender.needs[0]) is None:
         return f"no {contender.needs[0]}: {contender.needs[1]}"
     return mpi.absent() if contender.backend in ("MPI", "mpi4py") else None

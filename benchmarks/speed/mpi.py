@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,22 @@ def launcher() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
+@cache
 def absent() -> str | None:
-    """Why there is no MPI here."""
+    """Why there is no MPI here, or none that starts two ranks."""
     if find_spec("mpi4py") is None:
         return "no mpi4py: pip install mpi4py"
-    return None if launcher() else "no mpiexec: pip install mpich"
+    if (path := launcher()) is None:
+        return "no mpiexec: pip install mpich"
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+    command = [path, "-n", "2", sys.executable, "-c", program]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path} starts no ranks: {error}"
+    return None if done.stdout.split() == ["2", "2"] else f"{path} starts no ranks: {done.stderr[-300:]}"
 
 
 _Call = Callable[[], object]

@@ -26,7 +26,7 @@ _COLOURS = {
     "DTensor": "#56B4E9",
     "MPI": "#D55E00",
 }
-_STROKES = {"shm": "-", "gloo": "--", "threads": ":", "MPI": "-"}
+_STROKES = {"shm": "-", "gloo": "--", "threads": ":", "mpi4py": "-.", "MPI": "-"}
 
 
 def draw(results: Results, path: Path) -> None:
