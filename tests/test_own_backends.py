@@ -232,6 +232,24 @@ def formats(x: Tensor) -> list[Tensor]:
     return [x.clone(), x.clone(memory_format=torch.channels_last), transposed, apart]
 
 
+def test_calls_in_inference_mode_take_strided_tensors_of_either_kind_and_may_end_outside_of_it(
+    ranks: Run,
+) -> None:
+    def fn() -> list[Tensor]:
+        normal, waited = torch.ones(3, 2).t(), torch.ones(3, 2).t()
+        with torch.inference_mode():
+            inner = torch.ones(3, 2).t()
+            works = [dist.all_reduce(x, async_op=True) for x in (normal, inner)]
+            dist.all_reduce(waited)
+        for work in works:
+            work.wait()
+        return [x.clone() for x in (normal, waited, inner)]
+
+    for found in ranks(fn):
+        for total in found:
+            assert torch.equal(total, torch.full((2, 3), float(W)))
+
+
 @pytest.mark.parametrize("first", range(4))
 def test_sums_of_tensors_in_different_memory_formats_are_of_their_elements(first: int, ranks: Run) -> None:
     shape = (W, 4, 3, 2)
