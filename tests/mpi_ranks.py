@@ -157,7 +157,9 @@ def lists() -> None:
     objects: list[object] = [None] * size
     dist.all_gather_object(objects, {"rank": "of" * rank})
     assert objects == [{"rank": "of" * at} for at in every]
-    sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[rank, size]]), torch.tensor([1.0, 2.0]), (size + 1,), check_invariants=True
+    )
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [*[1.0] * size, 2.0 * size]
 
