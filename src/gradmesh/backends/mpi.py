@@ -377,10 +377,9 @@ class MpiGroup(FlatGroup):
         with self._lock:
             self._sent = [work for work in self._sent if not work.advance()]
             while self._queue and self._queue[0].advance():
+                # After an error, the other ranks' next MPI calls would meet those of this rank's next collective.
                 if (error := self._queue.popleft().error) is not None:
-                    self.fail(
-                        error
-                    )  # the other ranks' next MPI calls would meet those of this rank's next call
+                    self.fail(error)
 
     def pending(self) -> bool:
         """Whether any call is pending."""

@@ -20,7 +20,7 @@ The modules, bottom up:
   queue and works if one chunk is enough. Both are interchangeable between ranks.
 * Point-to-point messages (`p2p`) use the ring buffers: eager up to the free space of the ring; the rest follows as the
   receiver reads (rendezvous).
-* `group` implements torch's interface: it checks and flattens tensors and queues calls in the engine.
+* `group` is the process group: it queues calls in the engine. `FlatGroup` checks and flattens torch's tensors for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="override"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""The shm process group: implements torch's calls as generators for the engine."""
+"""The shm process group: torch's calls, with the movements of `data_path`, queued in the engine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from gradmesh.backends.own_group import (
     refusal,
 )
 from gradmesh.backends.shm import data_path
-from gradmesh.backends.shm.data_path import (
-    DirectCalls,
-    call_hash,
-)
+from gradmesh.backends.shm.data_path import DirectCalls, call_hash
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork
 from gradmesh.backends.shm.p2p import Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
