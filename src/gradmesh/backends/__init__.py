@@ -6,7 +6,7 @@ All are pure Python subclasses of torch's `ProcessGroup`. They share:
 
     own_group.py  PythonGroup: the interface of a group for torch.distributed, under the names of all its versions;
                   FlatGroup: torch's collectives by movements of flat tensors, of shm and mpi4py;
-                  OwnGroup: the interface for gradmesh's data path, of shm and threads; torch's `Work` of a pending call,
+                  OwnGroup: that for gradmesh's data path, of shm and threads; torch's `Work` of a pending call,
                   several works as one, and futures; reductions, flat tensors and errors
 """
 
