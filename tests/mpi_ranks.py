@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
@@ -255,6 +257,30 @@ def another_world() -> None:
     gm.init(timeout=60)
 
 
+def destroyed() -> None:
+    """A call on a group that was destroyed says so."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    works = group._get_backend(torch.device("cpu"))
+    dist.destroy_process_group(group)
+    with pytest.raises(AbortedError, match="the process group was destroyed"):
+        works.allreduce([torch.ones(1)], dist.AllreduceOptions())
+
+
+def many_groups() -> None:
+    """More groups than MPI has communicators, one after the other: those of destroyed groups are freed."""
+    for _ in range(2200):
+        dist.destroy_process_group(dist.new_group())
+
+
+def late_member() -> None:
+    """A rank that does not create a group is named after the timeout."""
+    if dist.get_rank() == 0:
+        with pytest.raises(gm.DeadlockError, match="rank 1"):
+            dist.new_group(timeout=datetime.timedelta(seconds=1))
+    dist.barrier()
+
+
 def too_long() -> None:
     """A message that is longer than the tensor for it is an error of the receiver."""
     if dist.get_rank() == 0:
@@ -270,10 +296,14 @@ def late() -> None:
     assert world is not None
     world.set_timeout(datetime.timedelta(seconds=1))
     if dist.get_rank() == 0:
-        begin = time.monotonic()
+        begin, x = time.monotonic(), torch.ones(3)
         with pytest.raises(gm.DeadlockError, match="all_reduce"):
-            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(x)
         assert 0.9 < time.monotonic() - begin < 10
+        memory = StorageWeakRef(x.untyped_storage())
+        del x
+        gc.collect()
+        assert not memory.expired()  # MPI may still write to it
         with pytest.raises(AbortedError, match="timed out after 1 s"):
             dist.barrier()
         print("late is right", flush=True)

@@ -59,6 +59,7 @@ RIGHT = (
     "fsdp",
     "mismatch",
     "too_long",
+    "destroyed",
     "another_world",
 )
 
@@ -75,6 +76,14 @@ def test_every_op_keeps_its_laws_over_mpi(run: Callable[..., Done]) -> None:
     done = run(2, ("laws",))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("laws is right") == 2
+
+
+@pytest.mark.parametrize("name", ["late_member", "many_groups"])
+def test_groups_over_mpi_name_a_missing_member_and_free_what_they_held(
+    name: str, run: Callable[..., Done]
+) -> None:
+    done = run(2, (name,))
+    assert done.stdout.count(f"{name} is right") == 2, done.stderr
 
 
 @pytest.mark.slow

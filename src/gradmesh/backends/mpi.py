@@ -432,6 +432,8 @@ class MpiGroup(FlatGroup):
         return self._collected(work)
 
     def _check_alive(self, shown: Callable[[], str]) -> None:
+        if isinstance(self._failed, AbortedError):
+            raise self._failed
         if self._failed is not None:
             raise AbortedError(
                 message(
