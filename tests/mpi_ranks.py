@@ -261,10 +261,10 @@ def destroyed() -> None:
     """A call on a group that was destroyed says so."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    works = group._get_backend(torch.device("cpu"))
+    backend: Any = group._get_backend(torch.device("cpu"))
     dist.destroy_process_group(group)
     with pytest.raises(AbortedError, match="the process group was destroyed"):
-        works.allreduce([torch.ones(1)], dist.AllreduceOptions())
+        backend.allreduce([torch.ones(1)], dist.AllreduceOptions())
 
 
 def many_groups() -> None:
