@@ -79,7 +79,7 @@ def _kept_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> Sequence[int] | None:
     """The strides for the wanted shape in the memory format of another tensor; None where that is not possible."""
-    if len(shape) != len(wanted):
+    if len(shape) != len(wanted) or 0 in strides:
         return None
     changed = [dim for dim, size in enumerate(shape) if size != wanted[dim]]
     expected, inner = 1, [dim for dim, size in enumerate(shape) if size != 1 and dim not in changed]
