@@ -53,6 +53,8 @@ UNDIFFERENTIATED = {
     "norm_of_heads": "sharded parameters that have no names",
     "norm_of_a_tied_table": "stages with other parameters on each rank",
     "private_gradients": "gradients by torch.func, clipped by sample",
+    "gradients_of_the_step_before": "gradients of an earlier loss by intention",
+    "generator_on_another_rank": "models of other parameters on each rank",
     "copy_adapted_by_each_rank": "gradients of copies that each rank adapts by itself",
 }
 """Scripts whose gradients cannot be held against differences, and why."""

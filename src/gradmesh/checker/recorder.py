@@ -182,6 +182,7 @@ class Numbering:
             self.gradients.forget()
             self.changes.forget()
             self.made = {}
+        self.changes.backward_begins()
         self.roots += 1
         self.left_over = {}
 
@@ -227,7 +228,7 @@ class Numbering:
         made = self.made.get(id(p))
         if gradient is None:
             return Moved() if made is None else Moved(changed=Changed("taken away", -1))
-        known = self.changes.of(gradient)
+        known = self.changes.at_step(gradient, made)
         if known is not None:
             return known
         if not self.made:

@@ -317,6 +317,10 @@ class UnfaithfulError(Exception):
     """What is run again is not what the program did: nothing is said of its gradients then."""
 
 
+class UnpairedError(UnfaithfulError):
+    """The ranks' calls do not pair up within the step: those of later steps do not either."""
+
+
 @dataclass
 class Rank:
     """One rank, run again.
@@ -563,7 +567,7 @@ def run_again(parts: Sequence[Sequence[Event]], *, shaken: float = 0.0, kind: ty
             _deliver(again, waiting, letters, todo)
     if waiting:
         stuck = ", ".join(f"{call.kind} on rank {rank}" for rank, call in sorted(waiting.items()))
-        raise UnfaithfulError(f"not all ranks make the same calls: {stuck}")
+        raise UnpairedError(f"not all ranks make the same calls: {stuck}")
     for at, each in enumerate(again.ranks):
         for root, found in each.roots:
             if not torch.allclose(found.detach(), root.value, rtol=1e-3, atol=1e-5, equal_nan=True):

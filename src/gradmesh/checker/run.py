@@ -41,6 +41,9 @@ _AT_WORK = 0.2
 _LOCAL_STEPS = 12
 """How many steps are looked at for the place where ranks that step by themselves bring their values together."""
 
+_WITHOUT_SUMS = ("no_sync", "set_requires_gradient_sync")
+"""What scripts call whose ranks do not sum their gradients at every backward."""
+
 _EPOCH = 64
 """How many steps the second epoch of a sampler is waited for."""
 
@@ -155,23 +158,26 @@ def check_script(
         kept = tuple(each for each in verdict.findings if each.rule.id != "GM203")
         verdict = replace(verdict, findings=kept, notes=(*verdict.notes, note))
     tapes = [tape for tape in found.tapes if tape is not None]
-    if not verdict.findings and all(tape.ended == "stopped" for tape in tapes) and _loads(target):
+    goes_on = all(tape.ended == "stopped" for tape in tapes)
+    most = _GRACE + 3 * found.seconds
+    if not verdict.findings and goes_on and _mentions(target, "load_state_dict"):
         # A run may be resumed within the script, behind the steps that were checked.
-        longer = recorded(
-            target,
-            ranks=ranks,
-            steps=_LOCAL_STEPS,
-            timeout=timeout,
-            record=False,
-            most=_GRACE + 3 * found.seconds,
-        )
+        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, record=False, most=most)
         verdict.seconds["checked"] += longer.seconds
         verdict = replace(verdict, findings=tuple(copies_part(longer.tapes)))
+    if not verdict.findings and goes_on and _mentions(target, *_WITHOUT_SUMS):
+        # The last micro-batches of an epoch may be fewer than those of the steps that were checked.
+        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, most=most)
+        verdict.seconds["checked"] += longer.seconds
+        last = judged(
+            longer.tapes, longer.calls, longer.output, stuck=longer.stuck, killed=longer.killed, ranks=ranks
+        )
+        if last.status == "complete" and not longer.stuck:
+            verdict = replace(last, seconds=verdict.seconds)
     if len(tapes) == ranks and any(
         each.shuffle and not each.is_set for tape in tapes for each in tape.epochs
     ):
         # How the ranks' shares and their order go on is seen where the second epoch begins.
-        most = _GRACE + 3 * found.seconds
         longer = recorded(target, ranks=ranks, steps=_EPOCH, timeout=timeout, record=False, most=most)
         verdict.seconds["checked"] += longer.seconds
         tapes = [tape for tape in longer.tapes if tape is not None]
@@ -186,9 +192,10 @@ def check_script(
     return verdict
 
 
-def _loads(target: Target) -> bool:
-    """Whether a script loads what was saved, as far as its text says."""
-    return not target.module and "load_state_dict" in Path(target.path_or_module).read_text(errors="replace")
+def _mentions(target: Target, *names: str) -> bool:
+    """Whether a script uses one of some functions, as far as its text says."""
+    text = "" if target.module else Path(target.path_or_module).read_text(errors="replace")
+    return any(name in text for name in names)
 
 
 def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float) -> Verdict:

@@ -615,6 +615,10 @@ class Gradients:
             if gradient is not None:
                 self._at[_span(gradient)] = name, held
 
+    def present(self) -> Iterator[Tensor]:
+        """The gradients that there are."""
+        yield from (gradient for _, p in self._parameters() if (gradient := gradient_of(p)) is not None)
+
     def forget(self) -> None:
         """A step is over."""
         self._at, self._named, self._sought = {}, [], False
@@ -693,6 +697,7 @@ class Moved:
         own: whether by a number that comes from gradients.
         number: whether it is such a number itself: a norm, a product of two gradients.
         changed: the first operation on them that is neither a sum nor a multiple; None where there is none.
+        backward: the latest backward that is in them, counted from the first one.
     """
 
     factor: float = 1.0
@@ -700,6 +705,7 @@ class Moved:
     own: bool = False
     number: bool = False
     changed: Changed | None = None
+    backward: int = 0
 
 
 class Changes:
@@ -717,6 +723,29 @@ class Changes:
         self._by_store: dict[int, tuple[Tensor, Moved]] = {}
         self.read = False
         """Whether the program has read a number that comes from gradients."""
+        self._backward = 0
+
+    def backward_begins(self) -> None:
+        """It is added to what is in the parameters' gradients, and not to what was made of them."""
+        self._backward += 1
+        there = {_memory(gradient) for gradient in self._gradients.present()}
+        self._by_name = {
+            name: replace(moved, backward=self._backward) for name, moved in self._by_name.items()
+        }
+        for at in there & self._by_store.keys():
+            x, moved = self._by_store[at]
+            self._by_store[at] = x, replace(moved, backward=self._backward)
+
+    def at_step(self, x: Tensor, left: Tensor | None) -> Moved | None:
+        """What is known of a gradient that a step uses, where backward has left another tensor or the same one."""
+        moved = self.of(x)
+        if moved is None or moved.changed is not None:
+            return moved
+        if moved.backward < self._backward:
+            return replace(moved, changed=Changed("it is that of an earlier backward", -1))
+        name, at = self._gradients.name_at(x), _memory(x)
+        followed = at in self._by_store or name in self._by_name or left is None or at == _memory(left)
+        return moved if followed else replace(moved, changed=Changed("replaced", -1))
 
     def forget(self) -> None:
         """A step is over."""
@@ -730,13 +759,13 @@ class Changes:
         entry = self._by_store.get(_memory(x))
         if entry is not None:
             return entry[1]
-        return None if name is None else Moved()
+        return None if name is None else Moved(backward=self._backward)
 
     def arrives(self, tensors: Iterable[Tensor]) -> None:
         """A collective or a message has written these: gradients of other ranks, as it is after a backward."""
         for x in tensors:
             if x.is_floating_point() and self.of(x) is None:
-                self._by_store[_memory(x)] = x, Moved()
+                self._by_store[_memory(x)] = x, Moved(backward=self._backward)
 
     def follow(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run an operator, and say what its results are."""
@@ -820,6 +849,7 @@ class Changes:
             for _, known in full
         )
         before = next((known.changed for _, known in full if known.changed is not None), None)
+        first = replace(first, backward=max(known.backward for _, known in full))
         if before is not None:
             return replace(first, changed=before)
         if name in _KEEPS:
@@ -856,7 +886,7 @@ class Changes:
     def _changed(self, name: str, full: Sequence[tuple[Tensor, Moved]]) -> Moved:
         x, known = full[0]
         before = x.detach().clone() if len(full) == 1 else None
-        return Moved(known.factor, known.share, known.own, changed=Changed(name, self._site(), before))
+        return replace(known, number=False, changed=Changed(name, self._site(), before))
 
 
 MOVES = frozenset({

@@ -62,7 +62,7 @@ from gradmesh.checker.judging.values import (
     unused_plateaus,
     unwaited,
 )
-from gradmesh.checker.replay import UnfaithfulError, run_again
+from gradmesh.checker.replay import UnfaithfulError, UnpairedError, run_again
 from gradmesh.checker.trace import Root, Step, Tape, label_stepped
 
 _FOLLOWS = (
@@ -277,7 +277,13 @@ def judged(
                     "kept as it was: it is taken for a trial of a copy, and is not checked"
                 )
                 continue
-            more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
+            try:
+                more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
+            except UnpairedError as error:
+                notes.append(
+                    f"step {number}{_backward(there, segment)} and those after it could not be followed: {error}"
+                )
+                break
             if segment.manual_calls and not more:
                 more = parted(there, segment, every[number : number + 1])
             found += more
@@ -341,6 +347,8 @@ def _step(
     with contextlib.ExitStack() as copies:
         try:
             again = run_again(segment.parts)
+        except UnpairedError:
+            raise
         except (UnfaithfulError, *_UNFORESEEN) as error:
             notes.append(f"step {number}{_backward(tapes, segment)} could not be followed: {_line(error)}")
             return []
@@ -428,6 +436,7 @@ def _judged_step(
         )
         found += repeated_terms(context) or means_of_means(context)
         notes.extend(notes_on_averages(context))
+    changed: dict[str, list[str]] = {}
     first = first_not_finite(context) if any(got.kind == "infinite" for got in context.got) else None
     where = f": {first[2]} at {context.place(*first[:2])}, on rank {first[0]}" if first else ""
     for got in context.got:
@@ -443,15 +452,16 @@ def _judged_step(
             what = next(part.param.changed for part in got.parts if part.param.changed is not None)
             rank = next(part.rank for part in got.parts if part.param.changed is not None)
             place = context.place(rank, what.site)
-            where = f" at {place}" if place is not None else ""
-            notes.append(
-                f"the gradient of {got.name} is changed before the step ({what.what}{where}): "
-                "whether that is intended is unknown, so it is not compared"
-            )
+            changed.setdefault(what.what + (f" at {place}" if place is not None else ""), []).append(got.name)
         if got.kind == "ambiguous":
             notes.append(
                 f"{got.name} begins as one number everywhere: it is unknown whether the ranks share it"
             )
+    for said, names in changed.items():
+        notes.append(
+            f"the gradient of {listed(names)} is changed before the step ({said}): "
+            "whether that is intended is unknown, so it is not compared"
+        )
     return found
 
 
