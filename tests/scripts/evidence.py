@@ -55,6 +55,7 @@ UNDIFFERENTIATED = {
     "private_gradients": "gradients by torch.func, clipped by sample",
     "gradients_of_the_step_before": "gradients of an earlier loss by intention",
     "generator_on_another_rank": "models of other parameters on each rank",
+    "hook_that_codes_later": "gradients that are rounded by intention",
     "copy_adapted_by_each_rank": "gradients of copies that each rank adapts by itself",
 }
 """Scripts whose gradients cannot be held against differences, and why."""

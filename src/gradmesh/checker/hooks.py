@@ -357,6 +357,10 @@ class _Watcher:
 
         def register_comm_hook(ddp: Any, *args: Any, **kwargs: Any) -> None:
             self._tape.comm_hook = self._to.site()
+            hook = kwargs.get("hook", args[-1] if args else None)
+            self._tape.compresses = not getattr(hook, "__module__", "").endswith(
+                "ddp_comm_hooks.default_hooks"
+            )
             original(ddp, *args, **kwargs)
 
         return register_comm_hook

@@ -37,6 +37,7 @@ from gradmesh._util.structure import tensors_in
 from gradmesh.checker.findings import Place
 from gradmesh.checker.observed import Handles, Mixing
 from gradmesh.checker.trace import (
+    MOVES,
     Alias,
     Back,
     Called,
@@ -661,7 +662,7 @@ class Recorder(Numbering, DispatchMode):
         self.renews: Callable[[Tensor, Tensor, int], None] = lambda *_: None
         """Is called when the program goes on with other parameters: `_Watcher.renews`."""
         self._cut: Any = WeakTensors()
-        """Made of what other ranks sent of tensors that autograd follows, where gradients are off."""
+        """Made where gradients are off of tensors that autograd follows: whether of what other ranks sent of them."""
         self._came: Any = WeakTensors()
         """Made of what collectives brought, before any backward."""
         self._awaited: Any = WeakTensors()
@@ -702,7 +703,7 @@ class Recorder(Numbering, DispatchMode):
         if self._awaited and self._arrives(func, args):
             return func(*args, **kwargs)
         if not self._follows() or self._is_about_gradients(func, args):
-            if self._cut and self._is_cut(args, kwargs):
+            if self._is_cut(func, args, kwargs):
                 return self._record(func, args, kwargs)
             return self._apart(func, args, kwargs)
         given = list(tensors_in((args, kwargs)))
@@ -767,9 +768,15 @@ class Recorder(Numbering, DispatchMode):
     def _follows(self) -> bool:
         return (bool(self.calls) or torch.is_grad_enabled()) and not self.backward and not self.stepping
 
-    def _is_cut(self, args: Any, kwargs: Any) -> bool:
-        inside = self.backward or self.stepping
-        return not inside and any(x in self._cut for x in tensors_in((args, kwargs)))
+    def _is_cut(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator takes what was cut, or cuts: it takes entries of what autograd follows, maybe to send."""
+        if self.backward or self.stepping:
+            return False
+        moves = func.overloadpacket.__name__ in _TAKES and not self.roots
+        return any(
+            x in self._cut or (moves and x.grad_fn is not None and self._is_active(x))
+            for x in tensors_in((args, kwargs))
+        )
 
     def _is_about_gradients(self, func: Any, args: Any) -> bool:
         """Whether an operator works on gradients, with gradients followed though they are not meant to be."""
@@ -923,7 +930,9 @@ class Recorder(Numbering, DispatchMode):
             if drawn:
                 self._random[x] = _number_of_draw(x)
             if not self._follows():
-                self._cut[x] = True
+                self._cut[x] = not any(
+                    y.grad_fn is not None or self._cut.get(y) is False for y in tensors_in((args, kwargs))
+                )
         for x in written_to:
             self._holds_gradients(x)
         if self.roots:
@@ -983,7 +992,7 @@ class Recorder(Numbering, DispatchMode):
         gradients = any(self.gradients.name_at(x) or (self.roots and self.changes.of(x)) for x in call.ins)
         apart = call.kind == "barrier" or gradients or self.backward or self.stepping
         # What autograd follows, sent where gradients are off: they are cut there, on purpose or not.
-        cut = not grads and any(self._is_hidden(x) or x in self._cut for x in call.ins)
+        cut = not grads and any(x.requires_grad or x in self._cut for x in call.ins)
         followed = may_follow and not apart and (grads or message or cut)
         for x in call.outs or ():
             if x.requires_grad and x.is_leaf and call.kind != "recv":  # a parameter is given its value
@@ -1074,7 +1083,7 @@ class Recorder(Numbering, DispatchMode):
         return self.calls[-1].number
 
     def _is_hidden(self, x: Tensor) -> bool:
-        return x.requires_grad
+        return x.requires_grad or self._cut.get(x) is False
 
     def _see_overwriting(self, call: Call, site: int) -> None:
         for x in call.outs or ():
@@ -1083,6 +1092,10 @@ class Recorder(Numbering, DispatchMode):
             # FSDP lets go of parameters that autograd has saved, and gathers these, or others, at the same address.
             if saved is not None and memory_of(saved) == memory_of(x) and not _is_within(_FSDP):
                 self.tape.events.append(Saved(call.kind, site, site))
+
+
+_TAKES = MOVES - {"detach"} | {"index", "index_select", "cat", "stack"}
+"""Operators that take entries of their operands as they are, to send them say."""
 
 
 def _is_within(path: str) -> bool:

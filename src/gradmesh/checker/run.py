@@ -41,8 +41,8 @@ _AT_WORK = 0.2
 _LOCAL_STEPS = 12
 """How many steps are looked at for the place where ranks that step by themselves bring their values together."""
 
-_WITHOUT_SUMS = ("no_sync", "set_requires_gradient_sync")
-"""What scripts call whose ranks do not sum their gradients at every backward."""
+_LATER = ("no_sync", "set_requires_gradient_sync", "register_comm_hook")
+"""What scripts call whose later steps may not sum gradients as the first ones do."""
 
 _EPOCH = 64
 """How many steps the second epoch of a sampler is waited for."""
@@ -165,8 +165,8 @@ def check_script(
         longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, record=False, most=most)
         verdict.seconds["checked"] += longer.seconds
         verdict = replace(verdict, findings=tuple(copies_part(longer.tapes)))
-    if not verdict.findings and goes_on and _mentions(target, *_WITHOUT_SUMS):
-        # The last micro-batches of an epoch may be fewer than those of the steps that were checked.
+    if not verdict.findings and goes_on and _mentions(target, *_LATER):
+        # The last micro-batches of an epoch may be fewer, and hooks compress after some steps.
         longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, most=most)
         verdict.seconds["checked"] += longer.seconds
         last = judged(

@@ -492,6 +492,7 @@ class Tape:
         events: in order.
         calls: of Functions, by number.
         comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
+        compresses: whether that hook is none of those of torch that sum and average.
         plateaus: the schedulers that lower a learning rate where a value stops to fall.
         epochs: of the samplers, in order.
         written: what the program writes to parameters before any backward.
@@ -511,6 +512,7 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     calls: dict[int, Called] = field(default_factory=dict)
     comm_hook: int = -1
+    compresses: bool = False
     plateaus: list[Plateau] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)

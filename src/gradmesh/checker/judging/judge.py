@@ -412,6 +412,13 @@ def _judged_step(
             "gradients that come through it are not compared"
         )
         wrong = [got for got in wrong if got.kind != "bent"]
+    hook = next((context.place(tape.rank, tape.comm_hook) for tape in context.tapes if tape.compresses), None)
+    if hook is not None and any(got.kind == "bent" or not got.ratio for got in wrong):
+        notes.append(
+            f"the communication hook registered at {hook} makes something else of gradients than a sum: they are not "
+            "compared"
+        )
+        wrong = [got for got in wrong if got.kind == "apart"]
     if wrong and segment.manual_calls:
         place = context.place(0, segment.steps[0][0].site)
         notes.append(
