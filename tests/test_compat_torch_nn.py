@@ -77,6 +77,21 @@ def test_where_torch_is_right_the_numbers_are_torchs(threads: Any, index: int) -
     torch.testing.assert_close(found, expected)
 
 
+def _of_a_transposed_gradient() -> tuple[Tensor, Tensor]:
+    """The gradient of a gather in dim 1 whose result is transposed, and that of one process."""
+    rank = gm.axis().rank
+    weights = [random(at, 3, 2, 4).transpose(0, 1) for at in range(2)]
+    x = random(7 + rank, 2, 2, 3).requires_grad_()
+    whole = torch.cat(nn.all_gather(x), dim=1).transpose(1, 2)
+    (grad,) = torch.autograd.grad((whole * weights[rank]).sum(), x)
+    return grad, sum(weights, torch.zeros(())).transpose(1, 2).chunk(2, dim=1)[rank]
+
+
+def test_the_gradient_of_a_gather_is_right_in_every_memory_format(processes: Any) -> None:
+    for found, expected in processes(2)(_of_a_transposed_gradient):
+        torch.testing.assert_close(found, expected)
+
+
 def _ties() -> tuple[list[float], list[float]]:
     rank = gm.axis().rank
     x = torch.tensor([1.0, 2.0 + rank, 5.0]).requires_grad_()
