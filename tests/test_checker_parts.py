@@ -65,3 +65,29 @@ def test_full_gradient_through_a_view_and_copied_shard_are_not_shards(tmp_path: 
     verdict = check_script(Target(str(script)), ranks=2, steps=2)
     assert not verdict.findings
     assert not [note for note in verdict.notes if "of a part of it" in note]
+
+
+CLIPPED = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+weight = nn.Parameter(torch.randn(4, 6).chunk(2, 1)[rank].contiguous())
+bias = nn.Parameter(torch.zeros(3))
+optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    x, y = torch.randn(8, 4), torch.randn(8, 6).chunk(2, 1)[rank]
+    (x @ weight + bias - y).square().sum().backward()
+    torch.nn.utils.clip_grad_value_([weight, bias], 2.0)
+    optimizer.step()
+"""
+
+
+def test_shards_that_begin_as_zeros_may_be_clipped_by_value(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CLIPPED)
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings, verdict.findings[0].message

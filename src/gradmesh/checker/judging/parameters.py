@@ -630,7 +630,7 @@ def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         x is not None and x.shape == part.param.value.shape for x, part in zip(before, group, strict=False)
     ):
         first = _of_plain(name, group, shared, noise, list(before))
-        if first is not None and first.kind in ("right", "unused"):
+        if first is not None and first.kind in ("right", "unused", "ambiguous"):
             return first if first.ratio != 0 else got
         if first is not None and first.kind == got.kind:
             return got
