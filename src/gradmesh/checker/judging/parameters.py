@@ -376,6 +376,8 @@ def gotten(
                 continue
             if judged is None:
                 continue
+            if judged.kind == "bent" and _may_be_elsewhere(group, by_name):
+                judged = replace(judged, kind="ambiguous")
             if judged.kind == "ambiguous" and _are_own(segment, again, group, by_name):
                 alone = [_judged(name, [part], lambda _: False, noise) for part in group]
                 found += [each for each in alone if each is not None]
@@ -568,6 +570,19 @@ def _joined(by_name: dict[str, list[Part]]) -> dict[str, list[Part]]:
             )
             found.setdefault(home, []).append(part)
     return found
+
+
+def _may_be_elsewhere(group: Sequence[Part], by_name: dict[str, list[Part]]) -> bool:
+    """Whether a parameter that is one number may be the one that another rank uses, where no module has it."""
+    value, ranks = group[0].param.value, {part.rank for part in group}
+    return is_constant(value) and any(
+        part.rank not in ranks
+        and part.param.value.shape == value.shape
+        and torch.equal(part.param.value, value)
+        for name, parts in by_name.items()
+        if name.startswith("parameter ")
+        for part in parts
+    )
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
