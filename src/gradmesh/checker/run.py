@@ -126,6 +126,17 @@ def check_script(
         found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=ranks, see=see
     )
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - since)
+    goes_on = all(tape is not None and tape.ended == "stopped" for tape in found.tapes)
+    most = _GRACE + 3 * found.seconds
+    if not verdict.findings and goes_on and _mentions(target, *_LATER):
+        # The last micro-batches of an epoch may be fewer, and hooks compress after some steps.
+        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, most=most)
+        verdict.seconds["checked"] += longer.seconds
+        last = judged(
+            longer.tapes, longer.calls, longer.output, stuck=longer.stuck, killed=longer.killed, ranks=ranks
+        )
+        if last.status == "complete" and not longer.stuck:
+            found, verdict = longer, replace(last, seconds=verdict.seconds)
     own = [each.subject for each in verdict.findings if each.rule.id == "GM203"]
     seen = found.tapes
     apart = {each.rule.id for each in verdict.errors}
@@ -158,22 +169,11 @@ def check_script(
         kept = tuple(each for each in verdict.findings if each.rule.id != "GM203")
         verdict = replace(verdict, findings=kept, notes=(*verdict.notes, note))
     tapes = [tape for tape in found.tapes if tape is not None]
-    goes_on = all(tape.ended == "stopped" for tape in tapes)
-    most = _GRACE + 3 * found.seconds
     if not verdict.findings and goes_on and _mentions(target, "load_state_dict"):
         # A run may be resumed within the script, behind the steps that were checked.
         longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, record=False, most=most)
         verdict.seconds["checked"] += longer.seconds
         verdict = replace(verdict, findings=tuple(copies_part(longer.tapes)))
-    if not verdict.findings and goes_on and _mentions(target, *_LATER):
-        # The last micro-batches of an epoch may be fewer, and hooks compress after some steps.
-        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, most=most)
-        verdict.seconds["checked"] += longer.seconds
-        last = judged(
-            longer.tapes, longer.calls, longer.output, stuck=longer.stuck, killed=longer.killed, ranks=ranks
-        )
-        if last.status == "complete" and not longer.stuck:
-            verdict = replace(last, seconds=verdict.seconds)
     if len(tapes) == ranks and any(
         each.shuffle and not each.is_set for tape in tapes for each in tape.epochs
     ):
