@@ -91,3 +91,38 @@ def test_shards_that_begin_as_zeros_may_be_clipped_by_value(tmp_path: Path) -> N
     script.write_text(CLIPPED)
     verdict = check_script(Target(str(script)), ranks=2, steps=2)
     assert not verdict.findings, verdict.findings[0].message
+
+
+OWNED = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+parameters = list(model.parameters())
+for p in parameters:
+    dist.broadcast(p.data, 0)
+optimizer = torch.optim.SGD(parameters[rank::2], lr=0.1)
+data = torch.Generator().manual_seed(5 + rank)
+for _ in range(2):
+    model.zero_grad()
+    x, y = torch.randn(6, 3, generator=data), torch.randint(4, (6,), generator=data)
+    (nn.functional.cross_entropy(model(x), y) / 2).backward()
+    for at, p in enumerate(parameters):
+        dist.reduce(p.grad, at % 2)
+        if at % 2 != rank:
+            p.grad = None
+    optimizer.step()
+    for at, p in enumerate(parameters):
+        dist.broadcast(p.data, at % 2)
+"""
+
+
+def test_a_rank_may_step_ones_and_zeros_that_other_ranks_only_use(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWNED)
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings, verdict.findings[0].message
+    assert verdict.followed

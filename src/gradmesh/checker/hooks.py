@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import convert_parameters
 from torch.optim import Optimizer, lr_scheduler
@@ -245,6 +246,14 @@ def watched(
             hook.remove()
 
 
+_SUMMING_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+"""torch's communication hooks that average, but for the rounding of what is sent."""
+
+
 class _Watcher:
     def __init__(
         self, recorder: Recorder, steps: int, enough: Callable[[], None], second_epoch: Callable[[], None]
@@ -358,9 +367,7 @@ class _Watcher:
         def register_comm_hook(ddp: Any, *args: Any, **kwargs: Any) -> None:
             self._tape.comm_hook = self._to.site()
             hook = kwargs.get("hook", args[-1] if args else None)
-            self._tape.compresses = not getattr(hook, "__module__", "").endswith(
-                "ddp_comm_hooks.default_hooks"
-            )
+            self._tape.compresses = hook not in _SUMMING_HOOKS
             original(ddp, *args, **kwargs)
 
         return register_comm_hook

@@ -55,10 +55,8 @@ def wrong_ones(context: Context) -> list[Got]:
     right = [got for got in context.got if got.kind == "right"]
     # What each rank has for itself says nothing of what ranks have in common, however much there is of it.
     ratios = [got.ratio for got in right if not _is_private(context, got)] or [got.ratio for got in right]
-    if any(
-        got.kind in ("apart", "bent") for got in context.got
-    ):  # then it is not every gradient that is zero
-        ratios = [ratio for ratio in ratios if ratio]
+    if any(got.kind in ("apart", "bent") for got in context.got):
+        ratios = [ratio for ratio in ratios if ratio]  # it is not every gradient that is zero
     groups: list[list[float]] = []
     for ratio in sorted(ratios):
         if groups and abs(ratio / (groups[-1][0] or 1e-30) - 1) < _NEAR:
