@@ -97,6 +97,32 @@ def test_losses_of_an_objective_are_terms_of_one_though_all_ranks_read_its_value
     assert (verdict.status, verdict.findings, verdict.notes) == ("complete", (), ())
 
 
+UNEVEN = """
+import torch
+import gradmesh as gm
+
+gm.init("gloo")
+torch.manual_seed(gm.rank())
+own, other = (torch.nn.Parameter(torch.randn(4)) for _ in range(2))
+for step in range(2):
+    total = gm.all_reduce(own, dst={dst})
+    own.grad = other.grad = None
+    ({weight} * total.sum() + other.square().sum()).backward()
+    torch.optim.SGD([own, other], lr=0.1).step()
+"""
+
+
+def test_differing_gradients_of_an_invariant_result_are_found_though_each_is_a_multiple(tmp_path: Path) -> None:
+    """Each rank's part of the gradient, here a third and two thirds of it, might be one's own rate elsewhere."""
+    weight = "(1 + gm.rank())"
+    assert checked(tmp_path, UNEVEN.format(dst="gm.R", weight=weight)).findings == ()
+    found = checked(tmp_path, UNEVEN.format(dst="gm.I", weight=weight)).findings
+    assert [(each.rule.id, each.subject) for each in found] == [("GM103", "gm.all_reduce")]
+    assert found[0].at is not None
+    assert "dst=gm.I" in found[0].at.text
+    assert "gradient of parameter 0 " in found[0].message
+
+
 FORCES = """
 import torch
 import gradmesh as gm

@@ -63,9 +63,11 @@ from gradmesh.checker.trace import (
     values_after,
 )
 from gradmesh.checker.verbs import Verbs
+from gradmesh.ops.base import LinearOp
 from gradmesh.ops.base import Op as LibraryOp
 from gradmesh.runtime.state import installed
 from gradmesh.type_inference.tracker import memory_of
+from gradmesh.types import Type
 
 _OF_THE_CODE = {"foreach", "fused", "capturable", "differentiable"}
 """Settings that select an implementation and not a result."""
@@ -298,6 +300,7 @@ class _Watcher:
             op = getattr(args[0], "op", args[0]) if args else None
             label = f"gm.{op.verb}" if isinstance(op, LibraryOp) else cls.__qualname__
             call = Called(number, label, to.site(), [], [], begin, ours=name.startswith(_OURS))
+            call.invariant = isinstance(op, LinearOp) and op.dst is Type.I
             self._tape.calls[number] = call
             to.calls.append(call)
             try:

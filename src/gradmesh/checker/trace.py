@@ -184,6 +184,7 @@ class Called:
         received: the gradients of its results that backward met, and
         returned: those of its operands that it gave; None until it ran.
         ours: whether it is of torch itself or of gradmesh.
+        invariant: whether it is a verb whose result is said to be of type I.
         back: what its backward did, where it sent nothing.
         overwrote: the line at which its backward changed a gradient that it received in place; -1 for none.
     """
@@ -199,6 +200,7 @@ class Called:
     received: list[Tensor | None] | None = None
     returned: list[Tensor | None] | None = None
     ours: bool = False
+    invariant: bool = False
     back: Back | None = None
     overwrote: int = -1
 

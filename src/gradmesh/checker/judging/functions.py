@@ -12,7 +12,7 @@ from torch import Tensor
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding, listed
 from gradmesh.checker.judging.origins import reaches, revived
-from gradmesh.checker.judging.parameters import Got, in_double, near, ratio_of, tolerance
+from gradmesh.checker.judging.parameters import Got, copies_of, in_double, near, ratio_of, tolerance
 from gradmesh.checker.trace import Called, Op, Saved, Sent, refs
 
 
@@ -247,7 +247,7 @@ def _matched(context: Context) -> list[dict[int, Called]]:
     return list(table.values())
 
 
-def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
+def _functions(context: Context, wrong: Sequence[Got], *, of_invariants: bool = False) -> list[Finding]:
     found: dict[tuple[str, int], Finding] = {}
     # The sum over the copies would make these right, but for a factor.
     unsummed = {
@@ -257,9 +257,11 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         and ratio_of(torch.stack(got.got).sum(0), got.true, tolerance(got.parts[0].param.value)) is not None
     }
     for calls in _matched(context):
-        arrived, left = _arrived(context, calls), _left(context, calls)
-        if arrived is None or left is None or not _is_fault(arrived, left):
+        if of_invariants and not all(call.invariant for call in calls.values()):
             continue
+        arrived, left = _arrived(context, calls), _left(context, calls)
+        if arrived is None or left is None or not _is_right(arrived) or _is_right(left):
+            continue  # a fault is where what arrives is right, in some form, and what leaves is not
         if _averages(context, calls, left) or not _matters(context, calls, arrived):
             continue
         rank, call = next(iter(calls.items()))
@@ -283,7 +285,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             ),
             None,
         )
-        said = _said(call, law, arrived, left, names)
+        said = _said(call, law, arrived, names)
         rule = "GM105" if law else "GM104"
         if call.ours:  # it does what it says; the program wants another
             ratio = left.parts if left.parts is not None else left.whole
@@ -305,7 +307,20 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     return list(found.values())
 
 
-def _said(call: Called, law: str, arrived: _Form, left: _Form, names: Sequence[str]) -> str:
+def used_apart(context: Context) -> list[Finding]:
+    """GM103: Results of type I of which each rank has another gradient, so that parameters get less than the others.
+
+    Of any other call, a part of a gradient that no number of ranks explains may be meant. Here it is said not to be.
+    """
+    less = [
+        got
+        for got in context.got
+        if got.kind == "right" and not _is_one(got.ratio / (context.expected or 1.0))
+    ]
+    return _functions(context, less, of_invariants=True) if less else []
+
+
+def _said(call: Called, law: str, arrived: _Form, names: Sequence[str]) -> str:
     got = (
         "each rank has its own part of the gradient"
         if arrived.parts is not None
@@ -316,17 +331,11 @@ def _said(call: Called, law: str, arrived: _Form, left: _Form, names: Sequence[s
     end = f"the gradient of {listed(names)} is wrong from here"
     if law:
         return f"{call.name}: backward is right where {law}; here {got}, so {end}"
-    del left
     return f"{call.name}: backward is not the adjoint of forward under any convention; {end}"
 
 
 def _ins(context: Context, rank: int, call: Called) -> list[Tensor]:
     return [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
-
-
-def _is_fault(arrived: _Form, left: _Form) -> bool:
-    """Whether what arrives is right, in some form, and what leaves is not."""
-    return _is_right(arrived) and not _is_right(left)
 
 
 def _averages(context: Context, calls: dict[int, Called], left: _Form) -> bool:
@@ -366,18 +375,6 @@ def _totals(parts: Sequence[Tensor], copies: Sequence[Sequence[int]]) -> list[Te
         for at in group:
             found[at] = torch.stack([parts[other] for other in group]).sum(0)
     return found
-
-
-def _copies(values: Sequence[Tensor]) -> list[list[int]]:
-    """Which of some ranks' tensors are the same."""
-    groups: list[list[int]] = []
-    for at, x in enumerate(values):
-        group = next((g for g in groups if near(x, values[g[0]], 1e-6)), None)
-        if group is None:
-            groups.append([at])
-        else:
-            group.append(at)
-    return groups
 
 
 def _pairs(
@@ -455,7 +452,7 @@ def _compared(
     given = [gradient for _, each in pairs for _, gradient in each]
     true = [torch.zeros_like(x) if g is None else g for x, g in zip(values, right, strict=True)]
     # Only what is the same on the ranks can have its whole gradient on each.
-    return _form(given, true, _copies(values) if len(values) == len(calls) else [])
+    return _form(given, true, copies_of(values) if len(values) == len(calls) else [])
 
 
 def _law(context: Context, calls: dict[int, Called]) -> str:
@@ -490,7 +487,7 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
             own = [adjoint([met[at] / ranks] * len(met))[at] for at in range(len(met))]
             if alike(own):
                 return "every rank has the whole gradient of the result"
-        copies = _copies([x.detach() for x in xs])
+        copies = copies_of([x.detach() for x in xs])
         if any(len(group) > 1 for group in copies) and alike(_totals(exact, copies)):
             return "the operand is the same on all ranks and each rank has its own part of the gradient"
     return ""

@@ -24,9 +24,9 @@ from gradmesh.checker.judging.context import (
     with_history,
     with_text,
 )
-from gradmesh.checker.judging.functions import added_before_sums, faults_of_calls, overwritten
+from gradmesh.checker.judging.functions import added_before_sums, faults_of_calls, overwritten, used_apart
 from gradmesh.checker.judging.origins import first_not_finite
-from gradmesh.checker.judging.parameters import Got, Segment, Truth, gotten, segments, truth_of
+from gradmesh.checker.judging.parameters import Got, Segment, Truth, first_line, gotten, segments, truth_of
 from gradmesh.checker.judging.sums_and_factors import (
     faults_of_gradients,
     means_of_means,
@@ -108,8 +108,7 @@ def endings(
         return [differ]
     if first or raised:
         rank, tape = (first or raised)[0]
-        places = tape.places
-        at = places[tape.raised_at] if 0 <= tape.raised_at < len(places) else None
+        at = with_text(tape.places, tape.raised_at)
         if tape.not_used and not all(each is not None and each.not_used == tape.not_used for each in tapes):
             modules = sorted({name.rpartition(".")[0] or name for name in tape.not_used})
             said = (
@@ -120,10 +119,8 @@ def endings(
                 f"Add gm.nn.skipped(module) to the loss of a rank that does not use {' or '.join(modules)}, or pass "
                 "find_unused_parameters=True to DistributedDataParallel."
             )
-            return [finding("GM401", said, _with_text(at), None, [rank], remedy=remedy)]
-        return [
-            finding("GM501", f"rank {rank} raised {tape.error.splitlines()[0]}", _with_text(at), None, [rank])
-        ]
+            return [finding("GM401", said, at, None, [rank], remedy=remedy)]
+        return [finding("GM501", f"rank {rank} raised {tape.error.splitlines()[0]}", at, None, [rank])]
     if stuck:
         waiting = [rank for rank, tape in enumerate(tapes) if tape is None]
         last = [(rank, calls[rank][-1]) for rank in waiting if calls[rank]]
@@ -146,7 +143,7 @@ def _killed(rank: int, number: int, printed: str) -> Finding:
         for file, line in _FRAME.findall(stack)
         if is_of_the_program(file) and not file.startswith(_PYTHON)
     ]
-    at = _with_text(lines[0]) if lines else None
+    at = with_text(lines, 0)
     return finding("GM501", f"rank {rank} was killed by {name}{why}", at, None, [rank])
 
 
@@ -192,13 +189,7 @@ def _said(line: str | None) -> str:
 def _place(line: str) -> Place | None:
     where = line.split("\t")[-1]
     file, _, number = where.rpartition(":")
-    return _with_text(Place(file, int(number), "", "")) if number.isdigit() else None
-
-
-def _with_text(at: Place | None) -> Place | None:
-    if at is None:
-        return None
-    return Place(at.file, at.line, at.function, linecache.getline(at.file, at.line).strip())
+    return with_text([Place(file, int(number), "", "")], 0) if number.isdigit() else None
 
 
 _MARGIN = 30.0
@@ -256,6 +247,7 @@ def judged(
         ranks: how many there are.
         see: is shown each step that is judged.
     """
+    linecache.checkcache()  # a script may have been written anew since another run of this process
     found = endings(tapes, calls, output, stuck, killed)
     notes: list[str] = []
     followed = list[int]()
@@ -350,7 +342,9 @@ def _step(
         except UnpairedError:
             raise
         except (UnfaithfulError, *_UNFORESEEN) as error:
-            notes.append(f"step {number}{_backward(tapes, segment)} could not be followed: {_line(error)}")
+            notes.append(
+                f"step {number}{_backward(tapes, segment)} could not be followed: {first_line(error)}"
+            )
             return []
         try:
             truth = truth_of(again)
@@ -365,7 +359,7 @@ def _step(
                 truth = truth_of(again)
             except (UnfaithfulError, *_UNFORESEEN):
                 notes.append(
-                    f"step {number}{_backward(tapes, segment)} could not be differentiated: {_line(error)}"
+                    f"step {number}{_backward(tapes, segment)} could not be differentiated: {first_line(error)}"
                 )
                 return []
         if truth is None:
@@ -379,7 +373,7 @@ def _step(
             see(context)
             return _judged_step(context, number, notes, following, followed)
         except _UNFORESEEN as error:
-            notes.append(f"not analysed: step {number} ({type(error).__name__}: {_line(error)})")
+            notes.append(f"not analysed: step {number} ({type(error).__name__}: {first_line(error)})")
             return []
 
 
@@ -435,7 +429,7 @@ def _judged_step(
         by_calls = faults_of_calls(context, wrong) if wrong else []
         found += by_calls or faults_of_gradients(context, wrong)
     elif not apart:
-        found += added_before_sums(context, []) or faults_of_gradients(context, [])
+        found += added_before_sums(context, []) or used_apart(context) or faults_of_gradients(context, [])
         found += (
             ([] if sends_nothing(context.tapes) else drifted(context.got, context))
             or drifted_later(context, following)
@@ -484,10 +478,6 @@ _UNFORESEEN = (
     ArithmeticError,
 )
 """What the analysis of one program may raise: it becomes a note, and the others' findings stand."""
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _backward(tapes: Sequence[Tape], segment: Segment) -> str:

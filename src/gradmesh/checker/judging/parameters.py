@@ -216,6 +216,18 @@ def near(a: Tensor, b: Tensor, rtol: float) -> bool:
     return a.shape == b.shape and (a.numel() == 0 or float((a - b).abs().max()) <= rtol * scale)
 
 
+def copies_of(values: Sequence[Tensor]) -> list[list[int]]:
+    """Which of some ranks' tensors are the same."""
+    groups: list[list[int]] = []
+    for at, x in enumerate(values):
+        group = next((g for g in groups if near(x, values[g[0]], 1e-6)), None)
+        if group is None:
+            groups.append([at])
+        else:
+            group.append(at)
+    return groups
+
+
 def _loss(rank: Rank) -> Tensor | None:
     terms = []
     for root, x in rank.roots:
@@ -372,7 +384,9 @@ def gotten(
                 ValueError,
                 TypeError,
             ) as error:  # one that torch cannot compare so
-                notes.append(f"not analysed: the gradient of {name} ({type(error).__name__}: {_line(error)})")
+                notes.append(
+                    f"not analysed: the gradient of {name} ({type(error).__name__}: {first_line(error)})"
+                )
                 continue
             if judged is None:
                 continue
@@ -401,8 +415,9 @@ def is_sum(event: Sent) -> bool:
     return event.phase == "apart" and sums and event.kind.startswith(("all_reduce", "reduce"))
 
 
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _parts_of(

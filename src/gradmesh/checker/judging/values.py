@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, listed, with_text
-from gradmesh.checker.judging.parameters import Got, Segment, in_double, is_constant, is_sum, near
+from gradmesh.checker.judging.parameters import Got, Segment, copies_of, in_double, is_constant, is_sum, near
 from gradmesh.checker.trace import (
     MOVES,
     Alias,
@@ -63,7 +63,7 @@ def never_same(context: Context) -> list[Finding]:
     used = context.place(rank, context.used_at(rank, [first.id] if first.id is not None else []))
     stepped, remedy = context.place(rank, step.site), ""
     if (summed := _summed_at(context, rank, tuple(first.value.shape))) is not None:
-        copies = [ranks for ranks in _alike([value for _, value in held]) if len(ranks) > 1]
+        copies = [ranks for ranks in copies_of([value for _, value in held]) if len(ranks) > 1]
         groups = " and ".join(f"ranks {_numbers([held[at][0] for at in ranks])}" for ranks in copies)
         own = (
             f"take the group of the ranks that hold copies there, {groups}: dist.all_reduce(p.grad, group=group)"
@@ -274,8 +274,8 @@ def masks(context: Context) -> list[Finding]:
     found: dict[tuple[str, str], Finding] = {}
     for key in set.intersection(*[set(each) for each in drawn]):
         every = [each[key] for each in drawn]
-        alike = _alike([each.operand for each in every])
-        for ranks in alike:
+        copies = copies_of([each.operand for each in every])
+        for ranks in copies:
             there = [every[rank] for rank in ranks]
             apart = not all(torch.equal(each.mask.value, there[0].mask.value) for each in there)
             # Ranks may make masks of their own from one draw, and mask parameters for data of their own.
@@ -292,7 +292,7 @@ def masks(context: Context) -> list[Finding]:
         same = len({x.shape for x in everything}) == 1 and all(
             torch.equal(x, everything[0]) for x in everything
         )
-        if len(alike) == len(drawn) and same and context.again.calls:
+        if len(copies) == len(drawn) and same and context.again.calls:
             event = every[0].event
             said = "every rank draws the same mask, for another part of the activation"
             at = context.place(0, event.site)
@@ -316,18 +316,6 @@ def _is_of_a_call(context: Context, rank: int, at: Op) -> bool:
 def _is_mask(x: Tensor) -> bool:
     """Whether there is nothing in it but zero and one other number."""
     return x.numel() >= 4 and len(x.unique()) <= 2
-
-
-def _alike(values: Sequence[Tensor]) -> list[list[int]]:
-    groups: list[list[int]] = []
-    for rank, value in enumerate(values):
-        for group in groups:
-            if value.shape == values[group[0]].shape and near(value, values[group[0]], 1e-6):
-                group.append(rank)
-                break
-        else:
-            groups.append([rank])
-    return groups
 
 
 def _numbers(ranks: Sequence[int]) -> str:
