@@ -68,6 +68,30 @@ def test_a_script_is_given_its_arguments_and_its_line_is_named(tmp_path: Path) -
     assert finding["ranks"] == [0, 1]
 
 
+WRAPPED = """
+import torch, torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(2, 4)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_a_wrapper_that_outlives_its_group_is_no_deadlock(tmp_path: Path) -> None:
+    """One check in five was one: Gloo's destructor, and the thread that it waits for, both want the GIL."""
+    (tmp_path / "train.py").write_text(WRAPPED)
+    for _ in range(6):
+        verdict = run.check_script(run.Target(str(tmp_path / "train.py")), ranks=2, timeout=8.0)
+        assert (verdict.status, verdict.findings, verdict.followed) == ("complete", (), 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status"),

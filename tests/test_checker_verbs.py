@@ -112,7 +112,9 @@ for step in range(2):
 """
 
 
-def test_differing_gradients_of_an_invariant_result_are_found_though_each_is_a_multiple(tmp_path: Path) -> None:
+def test_differing_gradients_of_an_invariant_result_are_found_though_each_is_a_multiple(
+    tmp_path: Path,
+) -> None:
     """Each rank's part of the gradient, here a third and two thirds of it, might be one's own rate elsewhere."""
     weight = "(1 + gm.rank())"
     assert checked(tmp_path, UNEVEN.format(dst="gm.R", weight=weight)).findings == ()

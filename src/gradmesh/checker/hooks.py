@@ -786,7 +786,7 @@ def run_rank(
             if record:
                 stack.enter_context(recorder)
                 stack.enter_context(installed(Verbs(recorder)))
-            kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
+            _run(target)
     except SystemExit as error:
         if error.code not in (None, 0):
             _failed(tape, recorder, error, Path(folder))
@@ -821,14 +821,14 @@ def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
     partial.rename(folder / f"{tape.rank}.tape")
 
 
-def _run(target: Any) -> dict[str, Any]:
-    """Run it, and return its globals."""
+def _run(target: Any) -> None:
     sys.argv = [target.path_or_module, *target.args]
     if target.module:
         sys.path.insert(0, os.getcwd())
-        return runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
-    return runpy.run_path(target.path_or_module, run_name="__main__")
+        runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
+        runpy.run_path(target.path_or_module, run_name="__main__")
 
 
 def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) -> None:

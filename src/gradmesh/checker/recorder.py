@@ -565,6 +565,11 @@ class Call:
     verb: Verb | None = None
 
 
+_KEPT: set[dist.ProcessGroup] = set()
+"""Groups that were used. The destructor of one of Gloo's waits for a thread that waits for the GIL, to free what calls
+kept of torch's dispatch modes, and whoever drops the last reference, as DDP does, may hold the GIL: a deadlock."""
+
+
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """What an operator of torch's namespaces of collectives does; None for one that is not known."""
     name = func.overloadpacket.__name__
@@ -578,14 +583,14 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
         group = group_behind(bound["process_group"])
         if group is None:
             return None
-        ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
         boxed = bound.get("reduce_op")
         reduce = "" if boxed is None else reduction_of(boxed)
     else:
         group = bound["group_name"]
         group = group if isinstance(group, dist.ProcessGroup) else resolve_group(group)
-        ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
         reduce = bound.get("reduce_op", "")
+    _KEPT.add(group)
+    ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
     call = Call(kind, ranks, label, _flat(bound.get(takes)), _flat(bound.get(writes)) if writes else None)
     call.reduce = reduce
     call.root = next((bound[key] for key in ("root_rank", "dst", "src") if key in bound), -1)
