@@ -224,7 +224,7 @@ def results_of(
         return _reduced_parts(calls, ins, kind)
     if kind == "all_to_all":
         return [[each[at] for each in ins] for at in range(len(calls))]
-    if kind == "all_to_all_flat":
+    if kind == "all_to_all_single":
         return _exchanged(calls, ins)
     return None
 

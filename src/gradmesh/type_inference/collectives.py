@@ -55,7 +55,7 @@ _WRITING = {
     "gather_": ("gather", "input_tensors", "output_tensors"),
     "scatter_": ("scatter", "input_tensors", "output_tensors"),
     "alltoall_": ("all_to_all", "input_tensors", "output_tensors"),
-    "alltoall_base_": ("all_to_all_flat", "input", "output"),
+    "alltoall_base_": ("all_to_all_single", "input", "output"),
     "send": ("send", "tensors", ""),
     "recv_": ("recv", "", "tensors"),
     "recv_any_source_": ("recv", "", "tensors"),
@@ -75,7 +75,7 @@ _MAKING = {
     "reduce_scatter_tensor": ("reduce_scatter", "input", ""),
     "reduce_scatter_tensor_out": ("reduce_scatter", "input", "out"),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_each", "inputs", ""),
-    "all_to_all_single": ("all_to_all_flat", "input", ""),
+    "all_to_all_single": ("all_to_all_single", "input", ""),
     "broadcast": ("broadcast", "input", ""),
     "broadcast_": ("broadcast", "input", "input"),
 }
@@ -229,7 +229,7 @@ _LEAVES = {
     "gather": "V",
     "scatter": "V",
     "all_to_all": "V",
-    "all_to_all_flat": "V",
+    "all_to_all_single": "V",
 }
 """What the collectives that every rank of a group calls leave: the same on every rank, or not."""
 
