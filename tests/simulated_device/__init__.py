@@ -57,6 +57,7 @@ __all__ = [
     "core",
     "counted",
     "delayed",
+    "grid",
     "install",
     "is_simulated",
     "launch",
@@ -93,6 +94,16 @@ def mesh(backend: str = BACKEND) -> DeviceMesh:
         group = dist.new_group(backend=backend)
         _meshes[backend] = DeviceMesh.from_group(group, NAME, mesh_dim_names=("world",))
     return _meshes[backend]
+
+
+def grid(**sizes: int) -> DeviceMesh:
+    """A mesh of some axes, as `gradmesh.mesh` makes it, whose groups have a backend of the device."""
+    ranks = torch.arange(dist.get_world_size(), device="cpu").reshape(*sizes.values())
+    groups = [
+        dist.new_subgroups_by_enumeration(ranks.movedim(dim, -1).reshape(-1, n).tolist(), backend=BACKEND)[0]
+        for dim, n in enumerate(sizes.values())
+    ]
+    return DeviceMesh.from_group(groups, NAME, mesh=ranks, mesh_dim_names=tuple(sizes))
 
 
 def on_device(

@@ -74,9 +74,14 @@ def _lay_out() -> None:
     world, mesh = getattr(_made, "mesh", (None, None))
     state = rank_state()
     if mesh is None or world is not dist.group.WORLD:
-        _made.mesh = dist.group.WORLD, gm.mesh(rows=2, cols=2)
-    else:
-        state.mesh, state.mesh_world = mesh, world
+        if state.mesh is not None and state.mesh.device_type == DEVICE:
+            from tests.simulated_device import grid
+
+            mesh = grid(rows=2, cols=2)
+        else:
+            mesh = gm.mesh(rows=2, cols=2)
+        _made.mesh = world, mesh = dist.group.WORLD, mesh
+    state.mesh, state.mesh_world = mesh, world
 
 
 def plain(x: Tensor) -> Tensor:

@@ -34,28 +34,29 @@ _ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"head_dim": 8},
-    "mixtral": _EXPERTS,
-    "olmoe": _EXPERTS,
-    "qwen3_moe": {"head_dim": 8, **_EXPERTS},
-    "gpt_oss": {"head_dim": 8, "sliding_window": 8, **_EXPERTS},
-    "deepseek_v3": {"num_experts_per_tok": 2, "moe_intermediate_size": 48, **_ROUTED, **_LATENT},
-}
-"""What a family's configuration has beside the sizes that all have."""
-_SIZES = {
+_LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WORDS: dict[str, Any] = {
+    **_LAYERS,
     "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_PIXELS = {**_LAYERS, "image_size": 16, "patch_size": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _WORDS,
+    "qwen3": {"head_dim": 8, **_WORDS},
+    "mixtral": {**_WORDS, **_EXPERTS},
+    "olmoe": {**_WORDS, **_EXPERTS},
+    "qwen3_moe": {"head_dim": 8, **_WORDS, **_EXPERTS},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 8, **_WORDS, **_EXPERTS},
+    "deepseek_v3": {"num_experts_per_tok": 2, "moe_intermediate_size": 48, **_WORDS, **_ROUTED, **_LATENT},
+    "vit": {**_PIXELS, "num_labels": 4},
+    "clip": {"text_config": _WORDS, "vision_config": _PIXELS, "projection_dim": 16},
+}
+"""The configuration of each family's model."""
 PLANS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2, "tp_plan": "auto"},
     "ep": {"tp_size": 2, "tp_plan": {}, "ep_size": 2},
@@ -63,21 +64,35 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp_size": 2},
     "ep+fsdp2": {"fsdp_size": 2, "ep_size": 2},
     "tp+fsdp2": {"tp_size": 2, "tp_plan": "auto", "fsdp_size": 2},
+    "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2},
 }
 """The arguments of `DistributedConfig`."""
 
 
+def replicas(plan: str) -> int:
+    """How many ranks have data of their own."""
+    how = PLANS[plan]
+    return int(how.get("fsdp_size", 1) * how.get("dp_replicate_size", 1))
+
+
+def _class_of(family: str) -> Any:
+    import transformers
+
+    names = {"vit": "AutoModelForImageClassification", "clip": "CLIPModel"}
+    return getattr(transformers, names.get(family, "AutoModelForCausalLM"))
+
+
 def make(family: str, folder: str) -> None:
     """Write a checkpoint."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(family, **_SIZES, **FAMILIES[family])
+    kind, config = _class_of(family), AutoConfig.for_model(family, **FAMILIES[family])
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (kind.from_config if hasattr(kind, "from_config") else kind)(config).save_pretrained(folder)
 
 
 def _model(folder: str, plan: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     given: dict[str, Any] = {"dtype": torch.float32}
     if "RANK" in os.environ:
@@ -92,13 +107,23 @@ def _model(folder: str, plan: str) -> Any:
                 )
             how = {"tp_size": 2, "tp_plan": "auto", "enable_expert_parallel": True}
         given["distributed_config"] = DistributedConfig(**how)
-    return AutoModelForCausalLM.from_pretrained(folder, **given).train()
+    family = AutoConfig.from_pretrained(folder).model_type
+    return _class_of(family).from_pretrained(folder, **given).train()
 
 
 def _loss(model: Any, step: int, replica: int) -> torch.Tensor:
     data = torch.Generator().manual_seed(10 * step + replica)
-    tokens = torch.randint(0, model.config.vocab_size, (2, 8), generator=data)
-    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    given: dict[str, Any] = {}
+    if model.config.model_type in ("vit", "clip"):
+        given["pixel_values"] = torch.randn(
+            2, 3, _PIXELS["image_size"], _PIXELS["image_size"], generator=data
+        )
+    if model.config.model_type == "vit":
+        given["labels"] = torch.randint(0, model.config.num_labels, (2,), generator=data)
+    else:
+        given["input_ids"] = torch.randint(0, _WORDS["vocab_size"], (2, 8), generator=data)
+        given |= {"return_loss": True} if "pixel_values" in given else {"labels": given["input_ids"]}
+    loss: torch.Tensor = model(**given).loss
     return loss
 
 
@@ -180,8 +205,7 @@ def gradients(folder: str, plan: str, file: str) -> None:
     if "RANK" in os.environ:
         _loss(model, 0, dist.get_rank() // how.get("tp_size", 1)).backward()
     else:
-        replicas = how.get("fsdp_size", 1)
-        torch.stack([_loss(model, 0, replica) for replica in range(replicas)]).mean().backward()
+        torch.stack([_loss(model, 0, replica) for replica in range(replicas(plan))]).mean().backward()
     found = {}
     for name, p in model.named_parameters():
         g: Any = torch.zeros_like(p) if p.grad is None else p.grad

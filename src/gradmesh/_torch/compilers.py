@@ -141,10 +141,13 @@ def never_compiled(kind: type[Any]) -> None:
             _mark(function.__code__, _strategy(_skip, _skip))
 
 
-_ORDERED = "torch._library.effects.EffectType.ORDERED"
-_REGISTER = "torch.library.CustomOpDef.register_effect"
+_EFFECTS = "torch._higher_order_ops.effects"
+if hasattr(torch.library.CustomOpDef, "register_effect"):
+    _ORDERED, _REGISTER = "torch._library.effects.EffectType.ORDERED", "torch.library.CustomOpDef.register_effect"
+else:  # up to torch 2.10
+    _ORDERED, _REGISTER = f"{_EFFECTS}._EffectType.ORDERED", f"{_EFFECTS}._register_effectful_op"
 _ordered = find(_ORDERED, without=_COMPILED.format("every verb"))
-there(_REGISTER, without=_COMPILED.format("every verb"))
+_register = find(_REGISTER, without=_COMPILED.format("every verb"))
 
 
 def ordered_effect(op: Any) -> Any:
@@ -159,7 +162,7 @@ def ordered_effect(op: Any) -> Any:
             refuse("a collective in a compiled program", _ORDERED, _REGISTER)
 
         return refused
-    op.register_effect(_ordered)
+    _register(op if _REGISTER.startswith("torch.library") else op._opoverload, _ordered)
     return op
 
 
@@ -180,7 +183,6 @@ for _path in (
     "torch._inductor.ir.FallbackKernel.create",
     "torch._inductor.ir.TensorBox.create",
     "torch._inductor.virtualized.V.graph",
-    "torch._higher_order_ops.effects._get_effect",
 ):
     RELIED_ON_LATER[_path] = "compiling a collective with Inductor raises an error"
 _kept: set[Any] = set()
@@ -196,13 +198,12 @@ def keep_order_in_inductor(op: Any) -> None:
     if op in _kept or lowering is None:
         return
     _kept.add(op)
-    from torch._higher_order_ops import effects
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         graph: Any = V.graph
-        begin, before = len(graph.operations), graph.effectful_ops.get(effects._get_effect(op))
+        begin, before = len(graph.operations), graph.effectful_ops.get(_ordered)
         made = ir.FallbackKernel.create(op, *args, **kwargs)
         if before is not None and hasattr(graph, "additional_star_deps"):
             for call in graph.operations[begin:]:
