@@ -6,6 +6,7 @@ that gradmesh relies on, so that a new torch release fails there, by name, and n
 """
 
 from gradmesh._torch.compilers import (
+    READS_NUMBERS,
     compiling,
     constant_to_compilers,
     default_group,
@@ -25,6 +26,7 @@ from gradmesh._torch.modes import (
     functorch_active,
     in_plain_mode,
     is_legacy_batched,
+    listed,
     modes_active,
     on_legacy_batch,
     only_vmap_active,
@@ -67,6 +69,7 @@ from gradmesh._torch.passes import (
 from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
 
 __all__ = [
+    "READS_NUMBERS",
     "RELIED_ON",
     "DispatchMode",
     "LastPass",
@@ -105,6 +108,7 @@ __all__ = [
     "keep_order_in_inductor",
     "keyword_fields_last",
     "leaf_behind",
+    "listed",
     "modes_active",
     "named_range",
     "need_dispatch",

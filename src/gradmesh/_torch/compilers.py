@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from gradmesh._torch.names import RELIED_ON_LATER, find, gone, refuse, required, there
+from gradmesh._torch.names import RELIED_ON_LATER, find, gone, refuse, required
 from gradmesh._torch.threads import of_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+READS_NUMBERS = torch.__version__ >= (2, 11)
+"""Whether a compiled program can read the numbers of a tensor, by leaving the compiled part."""
 
 _COMPILED = "compiled programs raise for {}"
 _OPS = {
@@ -142,8 +146,11 @@ def never_compiled(kind: type[Any]) -> None:
 
 
 _EFFECTS = "torch._higher_order_ops.effects"
-if hasattr(torch.library.CustomOpDef, "register_effect"):
-    _ORDERED, _REGISTER = "torch._library.effects.EffectType.ORDERED", "torch.library.CustomOpDef.register_effect"
+if importlib.util.find_spec("torch._library.effects"):
+    _ORDERED, _REGISTER = (
+        "torch._library.effects.EffectType.ORDERED",
+        "torch.library.CustomOpDef.register_effect",
+    )
 else:  # up to torch 2.10
     _ORDERED, _REGISTER = f"{_EFFECTS}._EffectType.ORDERED", f"{_EFFECTS}._register_effectful_op"
 _ordered = find(_ORDERED, without=_COMPILED.format("every verb"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch.names import Missing, find, required
@@ -19,6 +20,7 @@ __all__ = [
     "in_function",
     "in_plain_mode",
     "is_legacy_batched",
+    "listed",
     "modes_active",
     "on_legacy_batch",
     "only_vmap_active",
@@ -35,6 +37,14 @@ _COLLECTIVE = "a collective"
 
 functorch_active: Callable[[], bool] = required("torch._C._are_functorch_transforms_active", _COLLECTIVE)
 """Whether a torch.func transform is running."""
+
+
+def listed(x: Tensor) -> list[Any]:
+    """`x.tolist()`, which torch 2.9 cannot do inside of a torch.func transform."""
+    if functorch_active():
+        return [listed(each) if each.dim() else each.item() for each in x]
+    found: list[Any] = x.tolist()
+    return found
 
 
 def forward_level_open() -> bool:

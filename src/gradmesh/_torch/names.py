@@ -32,7 +32,7 @@ __all__ = [
     "warn_of_what_is_gone",
 ]
 
-SUPPORTED = "torch 2.11 to 2.15"
+SUPPORTED = "torch 2.9 to 2.15"
 
 RELIED_ON: dict[str, str] = {}
 """Every private name that was looked up, and the consequence if it is missing."""

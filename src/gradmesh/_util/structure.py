@@ -29,7 +29,7 @@ class Packed:
 
 def is_structure(x: object) -> bool:
     """Whether it is a tuple, list or dict."""
-    return isinstance(x, tuple | list | dict)
+    return isinstance(x, (tuple, list, dict))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gradmesh._torch import compiling, default_group
+from gradmesh._torch import compiling, constant_to_compilers, default_group
 from gradmesh._util.call_sites import install_excepthook
 from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
 from gradmesh.ops.sizes import balanced
@@ -421,9 +421,14 @@ def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
     return found
 
 
+@constant_to_compilers  # Dynamo of torch 2.9 and 2.10 cannot trace the attribute
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
 def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
     world_group(op)
-    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    names = _names(mesh) if mesh is not None else ()
     if mesh is None or (name is not None and name not in names):
         raise AxisError(
             message(

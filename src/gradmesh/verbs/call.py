@@ -10,7 +10,14 @@ from typing import Any, Literal, NoReturn, TypeVar, get_overloads
 import torch
 from torch import Tensor
 
-from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
+from gradmesh._torch import (
+    READS_NUMBERS,
+    functorch_active,
+    is_fake,
+    listed,
+    only_vmap_active,
+    transforms_active,
+)
 from gradmesh._util.call_sites import show_site
 from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh._util.structure import Packed
@@ -85,7 +92,7 @@ def with_result_names(names: Names | None, then: Callable[[Tensor], Any] | None,
 
 def integer(value: object) -> int | None:
     """The value as an int, also of a NumPy integer or a tensor of one int; None for anything else."""
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return None
     if isinstance(value, int):
         return value
@@ -343,7 +350,7 @@ class Call:
                 self._check_balanced(found)
             return found
         # A set has no order.
-        listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
+        listed = isinstance(sizes, Iterable) and not isinstance(sizes, (str, Set))
         given = [integer(n) for n in sizes] if listed else []
         whole = tuple(n for n in given if n is not None and n >= 0)
         if not listed or len(given) != self.axis.size or len(whole) != len(given):
@@ -408,10 +415,14 @@ class Call:
                 got='sizes="auto", or a scatter without sizes',
                 remedy=f"pass each rank's size in rank order, such as sizes={(own,) * self.axis.size}",
             )
+        if not READS_NUMBERS:
+            self.refuse_compiled(
+                "sizes cannot be exchanged in a program compiled before torch 2.11", "explicit sizes"
+            )
         # A regular op, so that it is checked and torch.func transforms do not see the numbers.
         mine = constants([own], exchange_device(self.axis, self.x), torch.int64)
         found = rule.apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
-        return Sizes(tuple(found.tolist()))
+        return Sizes(tuple(listed(found)))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
@@ -479,7 +490,7 @@ class Call:
         """Send each rank the shape of its part; returns the shapes of the parts to receive."""
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
         sent = constants(header, exchange_device(self.axis, self.x), torch.int64)
-        rows = rule.apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
+        rows = listed(rule.apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent))
         return [row[1 : 1 + row[0]] for row in rows]
 
     def refuse_compiled(self, why: str, instead: str) -> None:
