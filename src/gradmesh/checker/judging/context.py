@@ -37,14 +37,16 @@ class Context:
     def factors(self) -> tuple[float, ...]:
         """What all gradients may be, in units of the true ones: 1, or 1/n for a mean over n losses.
 
-        These are the ranks' losses, those of a group of ranks, or those of several backwards before a step. A loss that
-        the program multiplies by the number of ranks may be meant without that factor.
+        These are the ranks' losses, those of a group of ranks, those of groups that have one loss in parts, or those of
+        several backwards before a step. A loss that the program multiplies by the number of ranks may be meant without
+        that factor.
         """
         different = self.truth.different
-        sizes = {
-            len(call.group) for calls in self.again.groups for call in calls.values() if not call.followed
-        }
-        over_ranks = {1, *(n for n in {different, *sizes} if n and different % n == 0)}
+        sizes = {(len(call.group), call.followed) for calls in self.again.groups for call in calls.values()}
+        over_ranks = {1, different or 1}
+        for n, followed in sizes:
+            if different % n == 0:
+                over_ranks |= {n, different // n or 1} if not followed else {different // n or 1}
         each = {sum(isinstance(event, Root) for event in part) for part in self.segment.parts}
         backwards = {1, *(each if len(each) == 1 else ())} - {0}
         if all(self._multiplied_by_ranks(rank) for rank in range(len(self.tapes))):

@@ -231,6 +231,29 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     return list(found.values())
 
 
+def rounding(context: Context, wrong: Sequence[Got]) -> dict[str, list[str]]:
+    """Functions that send what they have rounded, with the wrong parameters that they are made of.
+
+    The derivative of that is zero, or there is none: their backward is something else on purpose.
+    """
+    found: dict[str, list[str]] = {}
+    for calls in _matched(context):
+        for rank, call in calls.items():
+            if call.sends and not call.ours:
+                inside = (e for e in context.events(rank) if isinstance(e, Op) and e.call == call.number)
+                if any(map(_rounds, inside)):
+                    found.setdefault(call.name, []).extend(
+                        upstream(context, _ins(context, rank, call), wrong)
+                    )
+    return found
+
+
+def _rounds(op: Op) -> bool:
+    to = op.kwargs.get("dtype") if op.name == "aten._to_copy.default" else None
+    eight_bits = isinstance(to, torch.dtype) and (to.itemsize == 1 or not to.is_floating_point)
+    return eight_bits or op.name.split(".")[1].rstrip("_") in ("round", "trunc", "floor", "ceil", "sign")
+
+
 def _matched(context: Context) -> list[dict[int, Called]]:
     """The same call on all ranks that make it: by class and line, in order."""
     table: dict[tuple[str, str, int], dict[int, Called]] = {}

@@ -24,7 +24,13 @@ from gradmesh.checker.judging.context import (
     with_history,
     with_text,
 )
-from gradmesh.checker.judging.functions import added_before_sums, faults_of_calls, overwritten, used_apart
+from gradmesh.checker.judging.functions import (
+    added_before_sums,
+    faults_of_calls,
+    overwritten,
+    rounding,
+    used_apart,
+)
 from gradmesh.checker.judging.origins import first_not_finite
 from gradmesh.checker.judging.parameters import Got, Segment, Truth, first_line, gotten, segments, truth_of
 from gradmesh.checker.judging.sums_and_factors import (
@@ -335,20 +341,21 @@ def _step(
     following: Sequence[Segment],
     followed: list[int],
 ) -> list[Finding]:
+    # What the analysis of one program raises becomes a note, and the others' findings stand.
     segment = with_history(tapes, segment)
     with contextlib.ExitStack() as copies:
         try:
             again = run_again(segment.parts)
         except UnpairedError:
             raise
-        except (UnfaithfulError, *_UNFORESEEN) as error:
+        except Exception as error:
             notes.append(
                 f"step {number}{_backward(tapes, segment)} could not be followed: {first_line(error)}"
             )
             return []
         try:
             truth = truth_of(again)
-        except _UNFORESEEN as error:
+        except Exception as error:
             context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
             if found := overwritten(context):
                 return found
@@ -357,7 +364,7 @@ def _step(
             try:
                 again = run_again(segment.parts)
                 truth = truth_of(again)
-            except (UnfaithfulError, *_UNFORESEEN):
+            except Exception:
                 notes.append(
                     f"step {number}{_backward(tapes, segment)} could not be differentiated: {first_line(error)}"
                 )
@@ -372,7 +379,7 @@ def _step(
             context.got = gotten(segment, again, truth, scales(tapes, segment), notes)
             see(context)
             return _judged_step(context, number, notes, following, followed)
-        except _UNFORESEEN as error:
+        except Exception as error:
             notes.append(f"not analysed: step {number} ({type(error).__name__}: {first_line(error)})")
             return []
 
@@ -406,6 +413,14 @@ def _judged_step(
             "gradients that come through it are not compared"
         )
         wrong = [got for got in wrong if got.kind != "bent"]
+    for name, names in rounding(context, wrong).items() if wrong else ():
+        dropped = [got.name for got in wrong if got.kind == "bent" and got.name in names]
+        if dropped:
+            notes.append(
+                f"step {number}: {name} sends what it has rounded, which has no gradient but the one that its backward "
+                f"chooses: that of {listed(dropped)} is not compared"
+            )
+            wrong = [got for got in wrong if got.name not in dropped]
     hook = next((context.place(tape.rank, tape.comm_hook) for tape in context.tapes if tape.compresses), None)
     if hook is not None and any(got.kind == "bent" or not got.ratio for got in wrong):
         notes.append(
@@ -465,20 +480,6 @@ def _judged_step(
             "whether that is intended is unknown, so it is not compared"
         )
     return found
-
-
-_UNFORESEEN = (
-    RuntimeError,
-    NotImplementedError,
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
-"""What the analysis of one program may raise: it becomes a note, and the others' findings stand."""
 
 
 def _backward(tapes: Sequence[Tape], segment: Segment) -> str:

@@ -378,12 +378,7 @@ def gotten(
         for group in _groups(parts):
             try:
                 judged = _judged(name, group, lambda group: _is_shared(segment, again, group, by_name), noise)
-            except (
-                RuntimeError,
-                IndexError,
-                ValueError,
-                TypeError,
-            ) as error:  # one that torch cannot compare so
+            except Exception as error:  # one that torch cannot compare so
                 notes.append(
                     f"not analysed: the gradient of {name} ({type(error).__name__}: {first_line(error)})"
                 )
