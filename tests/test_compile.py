@@ -389,7 +389,7 @@ def scattered_without_sizes() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < (2, 11), reason="torch compiles backward on one thread at a time before 2.11"
+    torch.__version__ < "2.11", reason="torch compiles backward on one thread at a time before 2.11"
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it when it follows a graph break
 def test_sizes_are_exchanged_when_a_compiled_program_runs_and_not_while_it_is_compiled(

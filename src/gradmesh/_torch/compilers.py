@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from gradmesh._torch.names import RELIED_ON_LATER, find, gone, refuse, required
+from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, gone, refuse, required
 from gradmesh._torch.threads import of_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-READS_NUMBERS = torch.__version__ >= (2, 11)
+READS_NUMBERS = torch.__version__ >= "2.11"
 """Whether a compiled program can read the numbers of a tensor, by leaving the compiled part."""
 
 _COMPILED = "compiled programs raise for {}"
@@ -155,6 +155,7 @@ else:  # up to torch 2.10
     _ORDERED, _REGISTER = f"{_EFFECTS}._EffectType.ORDERED", f"{_EFFECTS}._register_effectful_op"
 _ordered = find(_ORDERED, without=_COMPILED.format("every verb"))
 _register = find(_REGISTER, without=_COMPILED.format("every verb"))
+_overload = Attribute("torch.library.CustomOpDef._opoverload", "a collective in a compiled program")
 
 
 def ordered_effect(op: Any) -> Any:
@@ -169,7 +170,7 @@ def ordered_effect(op: Any) -> Any:
             refuse("a collective in a compiled program", _ORDERED, _REGISTER)
 
         return refused
-    _register(op if _REGISTER.startswith("torch.library") else op._opoverload, _ordered)
+    _register(op if _REGISTER.startswith("torch.library") else _overload.of(op), _ordered)
     return op
 
 

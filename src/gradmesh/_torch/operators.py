@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.weak import WeakIdKeyDictionary as WeakTensors
 
-from gradmesh._torch.names import Attribute, find, getter, refuse, required
+from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, getter, gone, refuse, required
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
@@ -35,6 +35,7 @@ __all__ = [
     "need_dispatch",
     "profiler_of_all_threads",
     "reduction_of",
+    "refuse_unless_reductions_are_told",
     "version_of",
     "written",
 ]
@@ -149,6 +150,17 @@ _REDUCTIONS = {
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
     if dist.is_available()
 }
+
+
+_OPERATION = "torch.classes.c10d.ReduceOp.op"
+RELIED_ON_LATER[_OPERATION] = "gradmesh check raises an error"
+
+
+def refuse_unless_reductions_are_told() -> None:
+    """Raise where torch does not tell the reduction of a c10d operator."""
+    if torch.__version__ < "2.11":
+        gone.append(_OPERATION)
+        refuse("gradmesh check", _OPERATION)
 
 
 def reduction_of(boxed: Any) -> str:

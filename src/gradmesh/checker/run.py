@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gradmesh._torch.compilers import COMPILER
+from gradmesh._torch.operators import refuse_unless_reductions_are_told
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.hooks import run_rank
 from gradmesh.checker.judging.context import Context, listed
@@ -109,6 +110,7 @@ def check_script(
 
     Raises:
         ArgumentError: the script does not exist.
+        TorchVersionError: torch before 2.11.
     """
     if not target.module and not Path(target.path_or_module).is_file():
         raise ArgumentError(
@@ -120,6 +122,7 @@ def check_script(
                 remedy="pass the path of a Python file",
             )
         )
+    refuse_unless_reductions_are_told()
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
     since = time.perf_counter()
     verdict = judged(

@@ -1,4 +1,4 @@
-# about: a pending sum is taken by to_local() and wrapped again by from_local(): what goes back counts once for each rank
+# about: a pending sum stays a DTensor on its way: what goes back counts once
 # ranks: 2
 # expect: none
 import torch

@@ -1,4 +1,4 @@
-# about: sequence-parallel replicas with a balance loss: gradients are summed over all four ranks at once and divided by the two replicas
+# about: balance loss in sequence-parallel replicas: gradients are summed over all ranks and divided by the two replicas
 # ranks: 4
 # expect: none
 import torch
@@ -10,7 +10,6 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     torch.manual_seed(0)
     embed, router, head = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
     experts = nn.Parameter(torch.randn(3, 6, 6) / 2)

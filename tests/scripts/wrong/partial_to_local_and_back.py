@@ -1,4 +1,4 @@
-# about: a pending sum is taken by to_local() and wrapped again by from_local(): what goes back counts once for each rank
+# about: a pending sum taken by to_local() and wrapped again by from_local(): its gradient is summed once too often
 # ranks: 2
 # expect: GM102
 # twin: partial_to_local_and_back_right

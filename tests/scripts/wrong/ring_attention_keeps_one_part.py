@@ -1,4 +1,4 @@
-# about: attention over the sequence in a ring: keys' and values' gradients of the ranks are overwritten by the other rank's
+# about: attention in a ring over the sequence: gradients of keys and values are overwritten by the other rank's
 # ranks: 2
 # expect: GM104
 # twin: ring_attention_keeps_one_part_right
