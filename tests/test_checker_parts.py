@@ -126,3 +126,46 @@ def test_a_rank_may_step_ones_and_zeros_that_other_ranks_only_use(tmp_path: Path
     verdict = check_script(Target(str(script)), ranks=2, steps=2)
     assert not verdict.findings, verdict.findings[0].message
     assert verdict.followed
+
+
+ROUNDED = """
+import torch
+import torch.distributed as dist
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        part = (8 * x).{rounded}
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part)
+        return torch.cat(parts).float() / 8
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+for step in range(2):
+    optimizer.zero_grad()
+    ((1 + dist.get_rank()) * Gather.apply(model(torch.randn(2, 3))).square()).sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("rounded", ["round()", "trunc()"])
+def test_a_straight_through_gradient_of_what_is_rounded_and_sent_is_not_compared(
+    rounded: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ROUNDED.format(rounded=rounded))
+    verdict = check_script(Target(str(script)), ranks=2)
+    assert (verdict.status, verdict.findings) == ("complete", ())
+    assert "Gather sends what it has rounded" in verdict.notes[0]

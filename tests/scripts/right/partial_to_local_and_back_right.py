@@ -1,4 +1,4 @@
-# about: a pending sum stays a DTensor on its way: what goes back counts once
+# about: the gradient of a pending sum taken by to_local() is said to be Replicate, as it is
 # ranks: 2
 # expect: none
 import torch

@@ -1,4 +1,4 @@
-# about: a pending sum taken by to_local() and wrapped again by from_local(): its gradient is summed once too often
+# about: the gradient of a pending sum taken by to_local() is said to be Partial, and every rank has the whole: it is doubled
 # ranks: 2
 # expect: GM102
 # twin: partial_to_local_and_back_right
