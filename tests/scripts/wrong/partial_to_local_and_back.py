@@ -1,4 +1,4 @@
-# about: the gradient of a pending sum taken by to_local() is said to be Partial, and every rank has the whole: it is doubled
+# about: the gradient of a pending sum taken by to_local() is said to be Partial, and it is whole: it is doubled
 # ranks: 2
 # expect: GM102
 # twin: partial_to_local_and_back_right
