@@ -41,7 +41,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         for one in value:
             yield from tensors_in(one)
 

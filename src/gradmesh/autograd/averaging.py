@@ -397,7 +397,7 @@ def averaging(ddp: bool | float | nn.Module, axis: Axis) -> Averaging:
     """
     if isinstance(ddp, bool):
         return Averaging(axis.size if ddp else 1, axis)
-    if isinstance(ddp, int | float):
+    if isinstance(ddp, (int, float)):
         if not ddp > 0:
             _refuse(axis, f"ddp={ddp}", _PASS_A_NUMBER)
         return Averaging(ddp, axis)
@@ -564,13 +564,13 @@ _DEEP = 4
 
 def _tensors_in(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
     """The modules and tensors that a function references."""
-    if isinstance(what, nn.Module | Tensor):
+    if isinstance(what, (nn.Module, Tensor)):
         yield what
         return
     inside: list[object] = []
     if isinstance(what, functools.partial):
         inside = [what.func, *what.args, *what.keywords.values()]
-    elif isinstance(what, list | tuple):
+    elif isinstance(what, (list, tuple)):
         inside = list(what)
     elif isinstance(what, dict):
         inside = list(what.values())

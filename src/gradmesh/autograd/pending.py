@@ -504,7 +504,7 @@ class Pending(Generic[T]):
         """Refuse a function of torch that takes this for a tensor."""
         found: Any = [*args, *(kwargs or {}).values()]
         while not isinstance(found[0], Pending):
-            found = [*(found[0] if isinstance(found[0], list | tuple) else ()), *found[1:]]
+            found = [*(found[0] if isinstance(found[0], (list, tuple)) else ()), *found[1:]]
         raise found[0]._use_error(getattr(func, "__name__", str(func)))
 
     def __del__(self) -> None:

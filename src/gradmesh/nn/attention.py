@@ -738,7 +738,7 @@ class AttentionInputs:
                 kind=ShapeError,
             )
         factor = q.shape[3] ** -0.5 if scale is None else scale
-        if not isinstance(factor, float | int) or isinstance(factor, bool):
+        if not isinstance(factor, (float, int)) or isinstance(factor, bool):
             call.fail(
                 "scale must be a float or None",
                 expected="e.g. scale=0.125, or None for 1 / sqrt(features)",

@@ -191,7 +191,7 @@ def _placed(rows: Tensor, at: Tensor, length: int) -> Tensor:
 
 
 def _check_capacity(call: Call, factor: object) -> None:
-    if factor is not None and not (isinstance(factor, int | float) and 0 < factor < math.inf):
+    if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
         call.fail(
             "capacity_factor is not a positive number",
             expected="a number above 0, or None",

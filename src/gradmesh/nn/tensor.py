@@ -232,7 +232,7 @@ class Replicated(nn.Module):
     def __init__(self, module: nn.Module, axis: AxisLike = None) -> None:
         super().__init__()
         for name, each in module.named_modules():
-            if isinstance(each, Parallel | Replicated) and each.over == axis:
+            if isinstance(each, (Parallel, Replicated)) and each.over == axis:
                 raise ArgumentError(
                     message(
                         "the module contains a layer that is already sharded or replicated over this axis",
@@ -875,7 +875,7 @@ class _Conversion:
         for each, names in self.names.items():
             fitting = (next((one for one in self.styles if fnmatchcase(name, one)), None) for name in names)
             patterns = [pattern for pattern in fitting if pattern is not None]
-            if not patterns or isinstance(each, Parallel | Replicated):
+            if not patterns or isinstance(each, (Parallel, Replicated)):
                 continue
             for pattern in patterns:
                 unused.pop(pattern, None)
@@ -902,7 +902,7 @@ class _Conversion:
                 outer
                 for other in names
                 for outer in _ancestors(self.module, other)
-                if outer in chosen or (isinstance(outer, Parallel | Replicated) and outer.over == self.axis)
+                if outer in chosen or (isinstance(outer, (Parallel, Replicated)) and outer.over == self.axis)
             ]
             if within and style != "replicated":
                 self._refuse(
@@ -1316,7 +1316,7 @@ def _checked(form: _Form, x: Tensor, target: Tensor, axis: AxisLike) -> Call:
             kind=DTypeError,
         )
     for name, weight, most in (("label_smoothing", form.label_smoothing, 1.0), ("z_loss", form.z_loss, inf)):
-        if not isinstance(weight, int | float) or not 0 <= weight <= most:
+        if not isinstance(weight, (int, float)) or not 0 <= weight <= most:
             call.fail(
                 f"{name} is out of range",
                 expected=f"a number with 0 <= {name} <= {most:g}",

@@ -206,7 +206,7 @@ def _outputs(
     found, rows = encode(*part), len(part[0])
     outputs: Any = (found,) if isinstance(found, Tensor) else found
     if (
-        not isinstance(outputs, tuple | list)
+        not isinstance(outputs, (tuple, list))
         or not all(isinstance(x, Tensor) and (not x.dim() or len(x) == rows) for x in outputs)
         or wanted not in (None, len(outputs))
     ):
@@ -214,7 +214,7 @@ def _outputs(
             "encode returned invalid outputs",
             expected=f"{'' if wanted is None else f'{wanted} '}tensors with {rows} rows (one for each sample of the "
             "chunk) or 0 dimensions; as many in every chunk",
-            got=", ".join(map(_kind, outputs)) if isinstance(outputs, tuple | list) else _kind(outputs),
+            got=", ".join(map(_kind, outputs)) if isinstance(outputs, (tuple, list)) else _kind(outputs),
             remedy=f"return a tensor of shape ({rows}, features), or a tuple of them",
         )
     return tuple(outputs)

@@ -832,7 +832,7 @@ class LossInputs:
 
     def _number(self, name: str, value: Number) -> Number:
         one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-        if not one and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if not one and (isinstance(value, bool) or not isinstance(value, (int, float))):
             self._call.fail(
                 f"{name} is not a real number",
                 expected="a float, or a real tensor of one element",

@@ -70,7 +70,7 @@ def cuts_of(verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) ->
     axes = axis if isinstance(axis, tuple) else (axis,)
     dims = dim if isinstance(dim, tuple) else (dim,)
     each: tuple[SizesLike, ...]
-    if isinstance(axis, tuple) and isinstance(sizes, tuple | list):
+    if isinstance(axis, tuple) and isinstance(sizes, (tuple, list)):
         each = cast("tuple[SizesLike, ...]", tuple(sizes))
     else:
         each = (cast("SizesLike", sizes),) * len(axes)
@@ -946,7 +946,7 @@ def _grids(
     sized = () if size is None else each_dim(size, dims)
     scales: tuple[float, ...] = ()
     if scale_factor is not None:
-        scales = (scale_factor,) * dims if isinstance(scale_factor, int | float) else tuple(scale_factor)
+        scales = (scale_factor,) * dims if isinstance(scale_factor, (int, float)) else tuple(scale_factor)
     if sized is None or min(found) < 2 or {len(sized), len(scales)} != {0, dims} or not 1 <= dims <= 3:
         call.fail(
             "size, scale_factor or the field's shape is not valid",
