@@ -566,8 +566,9 @@ class Call:
 
 
 _KEPT: set[dist.ProcessGroup] = set()
-"""Groups that were used. The destructor of one of Gloo's waits for a thread that waits for the GIL, to free what calls
-kept of torch's dispatch modes, and whoever drops the last reference, as DDP does, may hold the GIL: a deadlock."""
+"""Groups that were used, so that none is destroyed. The destructor of one of Gloo's waits for a thread that may want
+the GIL, to free what calls kept of torch's dispatch modes. If the last reference is dropped by a thread that holds the
+GIL, as where DDP drops it, they wait for each other."""
 
 
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

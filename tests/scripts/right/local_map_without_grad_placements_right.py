@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import local_map
 
 
-def experts(x, gate, up, down):
+def experts(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     probs = (x @ gate.T).softmax(-1)
     return torch.einsum("te,ehk,ekw,th->tw", probs, up, down, x)
 
 
-def main():
+def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

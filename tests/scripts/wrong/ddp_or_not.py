@@ -9,19 +9,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def net():
+def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def batch(generator):
+def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
 
 
-def model_for(step, wrapped):
+def model_for(step: int, wrapped: nn.Module) -> nn.Module:
     return wrapped if step % 2 else wrapped.module  # <- here
 
 
-def main():
+def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
