@@ -169,3 +169,15 @@ def test_a_straight_through_gradient_of_what_is_rounded_and_sent_is_not_compared
     verdict = check_script(Target(str(script)), ranks=2)
     assert (verdict.status, verdict.findings) == ("complete", ())
     assert "Gather sends what it has rounded" in verdict.notes[0]
+
+
+@pytest.mark.parametrize(
+    "inside", ["valid = x.abs().sum(-1).bool()", "torch.fft.ifft(x.to(torch.complex64))"]
+)
+def test_a_function_that_sends_what_is_not_rounded_is_judged(inside: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    wrong = ROUNDED.replace("        part = (8 * x).{rounded}\n", f"        {inside}\n        part = 8 * x\n")
+    script.write_text(wrong.replace("        dist.all_reduce(grad)\n", "", 1))
+    verdict = check_script(Target(str(script)), ranks=2)
+    assert {each.rule.id for each in verdict.findings} <= {"GM104", "GM105"}
+    assert verdict.findings

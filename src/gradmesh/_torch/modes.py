@@ -41,7 +41,7 @@ functorch_active: Callable[[], bool] = required("torch._C._are_functorch_transfo
 
 def listed(x: Tensor) -> list[Any]:
     """`x.tolist()`, which torch 2.9 cannot do inside of a torch.func transform."""
-    if functorch_active():
+    if torch.__version__ < "2.11" and functorch_active():
         return [listed(each) if each.dim() else each.item() for each in x.detach()]
     found: list[Any] = x.tolist()
     return found

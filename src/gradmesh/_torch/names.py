@@ -159,12 +159,13 @@ def warn_of_what_is_gone() -> None:
     )
 
 
-def refuse(what: str, *paths: str) -> NoReturn:
+def refuse(what: str, *paths: str, supported: str = SUPPORTED) -> NoReturn:
     """Raise the error for a feature that this torch does not support.
 
     Args:
         what: the feature.
         paths: the names it needs; only missing ones are listed.
+        supported: the versions that have them.
 
     Raises:
         TorchVersionError: always.
@@ -173,7 +174,7 @@ def refuse(what: str, *paths: str) -> NoReturn:
     raise TorchVersionError(
         message(
             f"{what} is not supported by torch {torch.__version__}",
-            expected=SUPPORTED,
+            expected=supported,
             got="missing private names: " + ", ".join(missing),
             remedy="install one of these versions, e.g. pip install torch==2.13.*",
         )

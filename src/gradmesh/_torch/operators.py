@@ -35,7 +35,7 @@ __all__ = [
     "need_dispatch",
     "profiler_of_all_threads",
     "reduction_of",
-    "refuse_unless_reductions_are_told",
+    "refuse_without_reductions",
     "version_of",
     "written",
 ]
@@ -156,11 +156,14 @@ _OPERATION = "torch.classes.c10d.ReduceOp.op"
 RELIED_ON_LATER[_OPERATION] = "gradmesh check raises an error"
 
 
-def refuse_unless_reductions_are_told() -> None:
-    """Raise where torch does not tell the reduction of a c10d operator."""
-    if torch.__version__ < "2.11":
-        gone.append(_OPERATION)
-        refuse("gradmesh check", _OPERATION)
+if torch.__version__ < "2.11":
+    gone.append(_OPERATION)
+
+
+def refuse_without_reductions() -> None:
+    """Raise where the reduction of a c10d operator cannot be read."""
+    if _OPERATION in gone:
+        refuse("gradmesh check", _OPERATION, supported="torch 2.11 to 2.15")
 
 
 def reduction_of(boxed: Any) -> str:

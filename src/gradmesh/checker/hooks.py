@@ -343,6 +343,9 @@ class _Watcher:
         def begins(received: Any) -> None:
             before[0] = to.sends
             with to.unseen():
+                call.invariant = (
+                    call.invariant and call.received is None
+                )  # of several backwards it has the last
                 call.received = [_copied(g) for g in received]
                 plain = all(g is None or type(g) is Tensor for g in received)
                 if plain and not call.ours:

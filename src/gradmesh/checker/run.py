@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gradmesh._torch.compilers import COMPILER
-from gradmesh._torch.operators import refuse_unless_reductions_are_told
+from gradmesh._torch.operators import refuse_without_reductions
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.hooks import run_rank
 from gradmesh.checker.judging.context import Context, listed
@@ -122,7 +122,7 @@ def check_script(
                 remedy="pass the path of a Python file",
             )
         )
-    refuse_unless_reductions_are_told()
+    refuse_without_reductions()
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
     since = time.perf_counter()
     verdict = judged(

@@ -1,4 +1,4 @@
-# about: local_map over sharded experts is not told that the gradient of its replicated input is a pending sum
+# about: local_map over sharded experts gets the placement of the gradient of its replicated input, a pending sum
 # ranks: 2
 # expect: none
 import torch

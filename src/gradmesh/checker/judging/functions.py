@@ -12,7 +12,7 @@ from torch import Tensor
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding, listed
 from gradmesh.checker.judging.origins import reaches, revived
-from gradmesh.checker.judging.parameters import Got, copies_of, in_double, near, ratio_of, tolerance
+from gradmesh.checker.judging.parameters import Got, behind, copies_of, in_double, near, ratio_of, tolerance
 from gradmesh.checker.trace import Called, Op, Saved, Sent, refs
 
 
@@ -240,8 +240,15 @@ def rounding(context: Context, wrong: Sequence[Got]) -> dict[str, list[str]]:
     for calls in _matched(context):
         for rank, call in calls.items():
             if call.sends and not call.ours:
-                inside = (e for e in context.events(rank) if isinstance(e, Op) and e.call == call.number)
-                if any(map(_rounds, inside)):
+                events = context.events(rank)
+                inside = [e for e in events if isinstance(e, (Op, Sent)) and e.call == call.number]
+                rounded = behind(
+                    events, (n for e in inside if isinstance(e, Op) and _rounds(e) for n in e.outs)
+                )
+                # Integers are not followed: a message of them has no known operand.
+                if rounded and any(
+                    isinstance(e, Sent) and not (e.ins and rounded.isdisjoint(e.ins)) for e in inside
+                ):
                     found.setdefault(call.name, []).extend(
                         upstream(context, _ins(context, rank, call), wrong)
                     )
@@ -250,8 +257,9 @@ def rounding(context: Context, wrong: Sequence[Got]) -> dict[str, list[str]]:
 
 def _rounds(op: Op) -> bool:
     to = op.kwargs.get("dtype") if op.name == "aten._to_copy.default" else None
-    eight_bits = isinstance(to, torch.dtype) and (to.itemsize == 1 or not to.is_floating_point)
-    return eight_bits or op.name.split(".")[1].rstrip("_") in ("round", "trunc", "floor", "ceil", "sign")
+    floating = isinstance(to, torch.dtype) and to.is_floating_point
+    few = to is not None and to is not torch.bool and not to.is_complex and (to.itemsize == 1 or not floating)
+    return few or op.name.split(".")[1].rstrip("_") in ("round", "trunc", "floor", "ceil", "sign")
 
 
 def _matched(context: Context) -> list[dict[int, Called]]:

@@ -412,29 +412,29 @@ def _judged_step(
             f"step {number}: what the backward of {', '.join(truth.unclear)} makes of a gradient is not known: "
             "gradients that come through it are not compared"
         )
-        wrong = [got for got in wrong if got.kind != "bent"]
+        wrong = _without(wrong, [got for got in wrong if got.kind == "bent"])
     for name, names in rounding(context, wrong).items() if wrong else ():
-        dropped = [got.name for got in wrong if got.kind == "bent" and got.name in names]
+        dropped = [got for got in wrong if got.kind == "bent" and got.name in names]
         if dropped:
             notes.append(
                 f"step {number}: {name} sends what it has rounded, which has no gradient but the one that its backward "
-                f"chooses: that of {listed(dropped)} is not compared"
+                f"chooses: that of {listed([got.name for got in dropped])} is not compared"
             )
-            wrong = [got for got in wrong if got.name not in dropped]
+            wrong = _without(wrong, dropped)
     hook = next((context.place(tape.rank, tape.comm_hook) for tape in context.tapes if tape.compresses), None)
     if hook is not None and any(got.kind == "bent" or not got.ratio for got in wrong):
         notes.append(
             f"the communication hook registered at {hook} makes something else of gradients than a sum: they are not "
             "compared"
         )
-        wrong = [got for got in wrong if got.kind == "apart"]
+        wrong = _without(wrong, [got for got in wrong if got.kind != "apart"])
     if wrong and segment.manual_calls:
         place = context.place(0, segment.steps[0][0].site)
         notes.append(
             f"step {number} is written by hand at {place}, and not with what is in .grad: its gradients are not checked"
         )
         return found
-    if not context.got or any(got.kind in ("right", "apart", "bent", "unused") for got in context.got):
+    if any(got.kind in ("right", "apart", "bent", "unused") for got in context.got):
         followed.append(number)
     alone = scaled_alone(context) or miscounted_norms(context)
     if alone:
@@ -480,6 +480,13 @@ def _judged_step(
             "whether that is intended is unknown, so it is not compared"
         )
     return found
+
+
+def _without(wrong: Sequence[Got], unclear: Sequence[Got]) -> list[Got]:
+    """Those that are compared; of the others it is known from now on that they are not."""
+    for got in unclear:
+        got.kind = "unclear"
+    return [got for got in wrong if got.kind != "unclear"]
 
 
 def _backward(tapes: Sequence[Tape], segment: Segment) -> str:

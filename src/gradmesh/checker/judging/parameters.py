@@ -327,7 +327,7 @@ class Got:
             "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
             "ambiguous" (it is unknown whether it is one parameter; the ratio is that of a parameter of each rank),
             "changed" (the program made something else of it, apparently on purpose), "unknown" (it is not seen where it
-            is used).
+            is used), "unclear" (it is wrong where what a backward makes of it on purpose is not known).
         alone: how each rank clipped its own part of it, before these were summed.
     """
 
@@ -828,7 +828,7 @@ def _are_stages(
     parameter before it sent that, and where other parameters of one name differ between them. Ranks that hold parts
     of one batch use a parameter on their own part first; ranks that hold parts of a sequence have all parameters alike.
     """
-    made = {part.rank: _behind(segment.parts[part.rank], part.ids) for part in group}
+    made = {part.rank: behind(segment.parts[part.rank], part.ids) for part in group}
     fed = 0
     for part in group:
         received = {
@@ -839,7 +839,7 @@ def _are_stages(
         }
         events = segment.parts[part.rank]
         first = next((e for e in events if isinstance(e, Op) and not set(part.ids).isdisjoint(refs(e))), None)
-        fed += first is not None and not _behind(events, received).isdisjoint(refs(first))
+        fed += first is not None and not behind(events, received).isdisjoint(refs(first))
     return fed == len(group) - 1 > 0 and any(
         x.shape != values[0].shape or not torch.equal(x, values[0])
         for parts in by_name.values()
@@ -848,7 +848,7 @@ def _are_stages(
     )
 
 
-def _behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
+def behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
     """The tensors that are made of some, on one rank."""
     made = set(numbers)
     for event in events:
