@@ -110,7 +110,7 @@ def check_script(
 
     Raises:
         ArgumentError: the script does not exist.
-        TorchVersionError: torch before 2.11.
+        TorchVersionError: torch before 2.10.
     """
     if not target.module and not Path(target.path_or_module).is_file():
         raise ArgumentError(
