@@ -115,7 +115,7 @@ for step in range(2):
 def test_differing_gradients_of_an_invariant_result_are_found_though_each_is_a_multiple(
     tmp_path: Path,
 ) -> None:
-    """Each rank's part of the gradient, here a third and two thirds of it, might be one's own rate elsewhere."""
+    """A third and two thirds of the gradient could be learning rates that the program chose, but for the type I."""
     weight = "(1 + gm.rank())"
     assert checked(tmp_path, UNEVEN.format(dst="gm.R", weight=weight)).findings == ()
     found = checked(tmp_path, UNEVEN.format(dst="gm.I", weight=weight)).findings
@@ -123,6 +123,31 @@ def test_differing_gradients_of_an_invariant_result_are_found_though_each_is_a_m
     assert found[0].at is not None
     assert "dst=gm.I" in found[0].at.text
     assert "gradient of parameter 0 " in found[0].message
+
+
+TWICE = """
+import torch
+import gradmesh as gm
+
+gm.init("gloo")
+torch.manual_seed(0)
+first = torch.nn.Parameter(torch.randn(8, 4).chunk(2)[gm.rank()].clone())
+second = torch.nn.Parameter(torch.randn(6, 8).chunk(2, 1)[gm.rank()].clone())
+head = torch.nn.Linear(6, 3)
+optimizer = torch.optim.SGD([first, second, *head.parameters()], lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    hidden = gm.all_reduce((torch.randn(5, 4) @ first.T).tanh() @ second.T, dst=gm.I)
+    loss = (head(hidden) - torch.randn(5, 3)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    first.grad = torch.from_numpy(first.grad.numpy() * 0.3)
+    optimizer.step()
+"""
+
+
+def test_an_invariant_result_with_two_backwards_is_right_though_a_gradient_is_scaled(tmp_path: Path) -> None:
+    assert checked(tmp_path, TWICE).findings == ()
 
 
 FORCES = """

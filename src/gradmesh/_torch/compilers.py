@@ -151,7 +151,7 @@ if importlib.util.find_spec("torch._library.effects"):
         "torch._library.effects.EffectType.ORDERED",
         "torch.library.CustomOpDef.register_effect",
     )
-else:  # up to torch 2.10
+else:  # torch 2.9
     _ORDERED, _REGISTER = f"{_EFFECTS}._EffectType.ORDERED", f"{_EFFECTS}._register_effectful_op"
 _ordered = find(_ORDERED, without=_COMPILED.format("every verb"))
 _register = find(_REGISTER, without=_COMPILED.format("every verb"))

@@ -20,11 +20,11 @@ __all__ = [
     "in_function",
     "in_plain_mode",
     "is_legacy_batched",
-    "listed",
     "modes_active",
     "on_legacy_batch",
     "only_vmap_active",
     "outside_modes",
+    "to_list",
     "tracing",
     "tracing_script",
     "transforms_active",
@@ -39,10 +39,10 @@ functorch_active: Callable[[], bool] = required("torch._C._are_functorch_transfo
 """Whether a torch.func transform is running."""
 
 
-def listed(x: Tensor) -> list[Any]:
+def to_list(x: Tensor) -> list[Any]:
     """`x.tolist()`, which torch 2.9 cannot do inside of a torch.func transform."""
     if torch.__version__ < "2.11" and functorch_active():
-        return [listed(each) if each.dim() else each.item() for each in x.detach()]
+        return [to_list(each) if each.dim() else each.item() for each in x.detach()]
     found: list[Any] = x.tolist()
     return found
 

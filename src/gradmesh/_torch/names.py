@@ -32,7 +32,8 @@ __all__ = [
     "warn_of_what_is_gone",
 ]
 
-SUPPORTED = "torch 2.9 to 2.15"
+_OLDEST, _NEWEST = "2.9", "2.15"
+SUPPORTED = f"torch {_OLDEST} to {_NEWEST}"
 
 RELIED_ON: dict[str, str] = {}
 """Every private name that was looked up, and the consequence if it is missing."""
@@ -159,13 +160,13 @@ def warn_of_what_is_gone() -> None:
     )
 
 
-def refuse(what: str, *paths: str, supported: str = SUPPORTED) -> NoReturn:
+def refuse(what: str, *paths: str, since: str = _OLDEST) -> NoReturn:
     """Raise the error for a feature that this torch does not support.
 
     Args:
         what: the feature.
         paths: the names it needs; only missing ones are listed.
-        supported: the versions that have them.
+        since: the oldest supported version that has them.
 
     Raises:
         TorchVersionError: always.
@@ -174,7 +175,7 @@ def refuse(what: str, *paths: str, supported: str = SUPPORTED) -> NoReturn:
     raise TorchVersionError(
         message(
             f"{what} is not supported by torch {torch.__version__}",
-            expected=supported,
+            expected=f"torch {since} to {_NEWEST}",
             got="missing private names: " + ", ".join(missing),
             remedy="install one of these versions, e.g. pip install torch==2.13.*",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.weak import WeakIdKeyDictionary as WeakTensors
 
-from gradmesh._torch.names import RELIED_ON, RELIED_ON_LATER, Attribute, find, getter, gone, refuse, required
+from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, getter, gone, refuse, required
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
@@ -156,15 +156,11 @@ _OPERATION = "torch.classes.c10d.ReduceOp.op"
 RELIED_ON_LATER[_OPERATION] = "gradmesh check raises an error"
 
 
-if torch.__version__ < "2.10":
-    RELIED_ON[_OPERATION] = RELIED_ON_LATER[_OPERATION]
-    gone.append(_OPERATION)
-
-
 def refuse_without_reductions() -> None:
     """Raise where the reduction of a c10d operator cannot be read."""
-    if _OPERATION in gone:
-        refuse("gradmesh check", _OPERATION, supported="torch 2.10 to 2.15")
+    if torch.__version__ < "2.10":  # a torch that lacks it only tells when a call is dispatched
+        gone.extend({_OPERATION}.difference(gone))
+        refuse("gradmesh check", _OPERATION, since="2.10")
 
 
 def reduction_of(boxed: Any) -> str:

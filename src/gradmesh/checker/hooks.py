@@ -343,9 +343,8 @@ class _Watcher:
         def begins(received: Any) -> None:
             before[0] = to.sends
             with to.unseen():
-                call.invariant = (
-                    call.invariant and call.received is None
-                )  # of several backwards it has the last
+                # Of several backwards it has the last one's gradients.
+                call.invariant = call.invariant and call.received is None
                 call.received = [_copied(g) for g in received]
                 plain = all(g is None or type(g) is Tensor for g in received)
                 if plain and not call.ours:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh._torch import is_fake, listed, transforms_active
+from gradmesh._torch import is_fake, to_list, transforms_active
 from gradmesh.errors import MismatchError, ShapeError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import compiling
@@ -62,7 +62,7 @@ def agree(axis: Axis, verb: str, names: str, numbers: list[int], *tensors: Tenso
     local = list(numbers)
     for x in tensors:
         local += [*x.shape, checksum(x)]
-    rows = listed(all_gather(torch.tensor([local], device=exchange_device(axis)), axis))
+    rows = to_list(all_gather(torch.tensor([local], device=exchange_device(axis)), axis))
     differing = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if differing:
         raise MismatchError(

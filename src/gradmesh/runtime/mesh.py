@@ -421,7 +421,7 @@ def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
     return found
 
 
-@constant_to_compilers  # Dynamo of torch 2.9 and 2.10 cannot trace the attribute
+@constant_to_compilers  # Dynamo of torch 2.9 cannot trace the attribute
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or ()
 

@@ -14,8 +14,8 @@ from gradmesh._torch import (
     READS_NUMBERS,
     functorch_active,
     is_fake,
-    listed,
     only_vmap_active,
+    to_list,
     transforms_active,
 )
 from gradmesh._util.call_sites import show_site
@@ -422,7 +422,7 @@ class Call:
         # A regular op, so that it is checked and torch.func transforms do not see the numbers.
         mine = constants([own], exchange_device(self.axis, self.x), torch.int64)
         found = rule.apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
-        return Sizes(tuple(listed(found)))
+        return Sizes(tuple(to_list(found)))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
@@ -490,7 +490,7 @@ class Call:
         """Send each rank the shape of its part; returns the shapes of the parts to receive."""
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
         sent = constants(header, exchange_device(self.axis, self.x), torch.int64)
-        rows = listed(rule.apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent))
+        rows = to_list(rule.apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent))
         return [row[1 : 1 + row[0]] for row in rows]
 
     def refuse_compiled(self, why: str, instead: str) -> None:

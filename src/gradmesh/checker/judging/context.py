@@ -43,10 +43,10 @@ class Context:
         """
         different = self.truth.different
         sizes = {(len(call.group), call.followed) for calls in self.again.groups for call in calls.values()}
-        over_ranks = {1, different or 1}
+        over_ranks = {1, different} - {0}
         for n, followed in sizes:
-            if different % n == 0:
-                over_ranks |= {n, different // n or 1} if not followed else {different // n or 1}
+            if different and different % n == 0:
+                over_ranks |= {different // n, 1 if followed else n}
         each = {sum(isinstance(event, Root) for event in part) for part in self.segment.parts}
         backwards = {1, *(each if len(each) == 1 else ())} - {0}
         if all(self._multiplied_by_ranks(rank) for rank in range(len(self.tapes))):

@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from gradmesh._torch import listed, transforms_active
+from gradmesh._torch import to_list, transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
 from gradmesh.nn.attention import travel
@@ -475,7 +475,7 @@ class RingPass:
         """The pass of a new loss; its number is one more than the largest of any rank."""
         counter = rank_state().get_or_create(_LossCounter)
         numbers = all_gather(constants([counter.number], exchange_device(axis)), axis)
-        counter.number = max(listed(numbers)) + 1
+        counter.number = max(to_list(numbers)) + 1
         return cls(axis, sizes, comm_dtype, backward_dtype, counter.number)
 
     def derived(self) -> RingPass:
@@ -780,7 +780,7 @@ class LossInputs:
         ]
         row = torch.stack(local).detach()[None].to(device, non_blocking=True)
         found = all_gather(Packed(row, signature), self.axis)  # type: ignore[call-overload]
-        counts, *columns = zip(*listed(found), strict=True)
+        counts, *columns = zip(*to_list(found), strict=True)
         for name, of_ranks in zip(numbers, columns, strict=True):
             self._same(name, of_ranks)
         return tuple(map(int, counts))
