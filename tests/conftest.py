@@ -125,7 +125,8 @@ def _environment_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh_where_asked(request: pytest.FixtureRequest, _warm: Processes) -> None:
-    _warm.fresh = request.node.get_closest_marker("fresh_ranks") is not None
+    on_gpus = os.environ.get("GRADMESH_TEST_DEVICE") == "cuda"  # CUDA may not be used in a forked process
+    _warm.fresh = on_gpus or request.node.get_closest_marker("fresh_ranks") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +176,7 @@ def simulated(worlds: Worlds) -> Callable[[int], Run]:
     from tests import simulated_device
 
     def ranks(n: int) -> Run:
-        reason = simulated_device.why_not(n)
+        reason = simulated_device.why_not()
         if reason is not None:
             pytest.skip(reason)
         return partial(worlds(n, simulated_device.POOL, 240).run, simulated_device.on_device)

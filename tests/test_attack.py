@@ -64,7 +64,7 @@ def on_each_rank():
 @pytest.mark.device
 @pytest.mark.processes
 def test_an_error_is_shown_although_a_kernel_waits_for_a_message() -> None:
-    if reason := sd.why_not(2):
+    if reason := sd.why_not():
         pytest.skip(reason)
     for outcome in gm.launch(on_device, 2, backend=sd.POOL, args=(WAITS_FOR_EVER, 0.0), timeout=60):
         assert outcome == Failure("ValueError", False, "on every rank")

@@ -233,7 +233,7 @@ def test_a_comparison_that_fails_is_a_warning_on_every_rank() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["dimension", "a call is missing", "number of elements"])
 def test_on_a_device_calls_are_compared_by_default_before_a_step(name: str) -> None:
-    if reason := sd.why_not(2):
+    if reason := sd.why_not():
         pytest.skip(reason)
     args = name, "backward", True
     for text, _ in gm.launch(mismatches.heard_later, 2, backend=sd.POOL, args=args, timeout=90):

@@ -1,4 +1,4 @@
-"""Streams and the CUDA sanitizer under the verbs; what needs a GPU is skipped where there is none."""
+"""Streams, the CUDA sanitizer, the compiler, fused attention, autocast and a hang; skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 def on_gpus(program: Callable[[], Any]) -> list[Any]:
-    return gm.launch(program, torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", timeout=300)
+    ranks = max(2, torch.cuda.device_count())
+    return gm.launch(program, ranks, backend="cpu:gloo,cuda:nccl", timeout=300)
 
 
 @needs_gpu
@@ -47,6 +48,39 @@ def test_the_sanitizer_finds_the_race_of_a_program_that_does_not_wait(
     monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
     with pytest.raises(gm.RankError, match=r"CUDASanitizerErrors|data race"):
         on_gpus(gpu_programs.race)
+
+
+@needs_gpu
+def test_compiled_verbs_equal_those_without_the_compiler() -> None:
+    assert all(on_gpus(gpu_programs.compiled))
+
+
+@needs_gpu
+def test_ring_attention_of_bfloat16_runs_fused_kernels_and_agrees_with_float64() -> None:
+    for errors, kernels in on_gpus(gpu_programs.fused):
+        assert max(errors) < 2e-2, errors
+        assert any(name.startswith("aten::_scaled_dot_product") for name in kernels), kernels
+
+
+@needs_gpu
+def test_autocast_and_a_scaled_loss_give_the_gradients_of_one_process() -> None:
+    for errors in on_gpus(gpu_programs.scaled):
+        assert max(errors) < 2e-2, errors
+
+
+@needs_gpu
+def test_a_kernel_that_waits_for_a_rank_is_ended_and_every_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADMESH_HANG", "1")
+    (text, returned, _), other = on_gpus(gpu_programs.left_alone)[:2]
+    assert text.startswith("DeadlockError"), text
+    assert "rank 1: has made 1 calls" in text
+    assert 0 < returned < 8, "the host waits for the GPU until the rank comes"
+    assert other[0].startswith("DeadlockError"), other
+
+
+def test_scaled_gradients_are_those_of_one_process_on_a_cpu(threads: Ranks) -> None:
+    for errors in threads(2)(gpu_programs.scaled, "cpu"):
+        assert max(errors) < 2e-2, errors
 
 
 def under_the_sanitizer() -> bool:

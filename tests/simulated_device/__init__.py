@@ -13,12 +13,13 @@ It is torch's PrivateUse1 device under the name "simulated":
 
 It does not simulate the speed of kernels, several devices, memory limits, or pinned memory.
 
-With GRADMESH_TEST_DEVICE=cuda in the environment, `on_device` and `counted` are those of `cuda.py`: the tests that are
+With GRADMESH_TEST_DEVICE=cuda in the environment, `on_device`, `counted` and `captured` are those of `cuda.py`: the tests that are
 marked `device` then run on GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,6 @@ from tests.simulated_device import build, cuda
 from tests.simulated_device.device import (
     NAME,
     Graph,
-    captured,
     core,
     delayed,
     install,
@@ -41,6 +41,7 @@ from tests.simulated_device.device import (
     raw,
     waits,
 )
+from tests.simulated_device.device import captured as captured_here
 from tests.simulated_device.device import counted as counted_here
 from tests.simulated_device.group import ALONE, BACKEND, SimulatedGroup, register
 
@@ -73,15 +74,16 @@ ON_CUDA = os.environ.get("GRADMESH_TEST_DEVICE") == "cuda"
 POOL = cuda.POOL if ON_CUDA else "cpu:gloo"
 """The backend of the ranks that run `on_device`: Gloo, in processes that no other test uses."""
 
-SIZES = sorted({1 if cuda.why_not(2) else 2, max(1, torch.cuda.device_count())}) if ON_CUDA else [2, 3]
+SIZES = sorted({2, cuda.count()}) if ON_CUDA and cuda.count() > 1 else [2, 3]
 """The numbers of ranks of the law tests."""
 
 counted = cuda.counted if ON_CUDA else counted_here
+captured: Callable[[], contextlib.AbstractContextManager[Any]] = cuda.captured if ON_CUDA else captured_here
 
 
-def why_not(ranks: int = 1) -> str | None:
-    """Why so many ranks cannot run on the device here, as the reason of a skip; None: they can."""
-    return cuda.why_not(ranks) if ON_CUDA else build.why_not()
+def why_not() -> str | None:
+    """Why no rank can run on the device here, as the reason of a skip; None: they can."""
+    return cuda.why_not() if ON_CUDA else build.why_not()
 
 
 _meshes: dict[str, DeviceMesh] = {}

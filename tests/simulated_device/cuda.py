@@ -1,4 +1,7 @@
-"""The same for NVIDIA GPUs, one for each rank, over NCCL: what `GRADMESH_TEST_DEVICE=cuda` selects."""
+"""The same for NVIDIA GPUs over NCCL: what `GRADMESH_TEST_DEVICE=cuda` selects.
+
+Each rank has a GPU; ranks that are more than the GPUs share them, as `gradmesh.launch` has them do.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,38 @@ import torch
 
 import gradmesh as gm
 
-__all__ = ["NAME", "POOL", "counted", "on_device", "why_not"]
+__all__ = ["NAME", "POOL", "captured", "count", "counted", "on_device", "why_not"]
 
 NAME, POOL = "cuda", "cpu:gloo,cuda:nccl"
 
 
-def why_not(ranks: int = 1) -> str | None:
-    """Why so many ranks cannot run here, as the reason of a skip; None: they can."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return None if ranks <= count else f"needs {ranks} NVIDIA GPUs, and there are {count}"
+def count() -> int:
+    """The number of GPUs here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def why_not() -> str | None:
+    """Why no rank can run here, as the reason of a skip; None: they can."""
+    return None if count() else "needs an NVIDIA GPU"
 
 
 def on_device(fn: Callable[..., Any], *args: Any, default: bool = True, **_: Any) -> Any:
     """Run a function on a rank with its GPU as the default device; its kernels are as late as they are."""
-    torch.cuda.set_device(gm.rank())
-    with torch.device(f"cuda:{gm.rank()}" if default else "cpu"):
+    torch.cuda.set_device(gm.rank() % count())
+    with torch.device(f"cuda:{torch.cuda.current_device()}" if default else "cpu"):
         try:
             return fn(*args)
         finally:
             torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture the kernels of the block instead of running them."""
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's own threads ask for the state of events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        yield graph
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the number of findings decides the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.attack", description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--backend", default="threads", help="threads, shm, gloo or simulated")
+    parser.add_argument("--backend", default="threads", help="threads, shm, gloo, simulated or cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
     parser.add_argument("--ranks", default="2..4", help="the least and the largest number of ranks")

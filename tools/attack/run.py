@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from tools.attack.programs import HEADER, Program, source
 
 DEVICE = "simulated"
 """The backend that is the simulated device of the tests."""
+
+GPU = "cuda"
+"""The backend that is NVIDIA GPUs over NCCL."""
 
 PATIENCE = 20.0
 """Seconds that a program may take; one that takes longer is said to hang."""
@@ -112,14 +116,14 @@ def on_rank(text: str) -> Outcome:
 
 
 def on_device(text: str, delay: float) -> Outcome:
-    """The same on the simulated device of the tests, with a delay before each kernel."""
+    """The same on the device of the tests, simulated with a delay before each kernel."""
     from tests import simulated_device
 
     found: list[Outcome] = []
 
     def run() -> None:
         found.append(on_rank(text))
-        if isinstance(found[0], Failure):
+        if isinstance(found[0], Failure) and not simulated_device.ON_CUDA:
             ended = threading.Thread(target=_settled, daemon=True)
             ended.start()
             ended.join(_GRACE)
@@ -152,13 +156,16 @@ class Pools:
     """Ranks of one backend that live on from program to program, also after one that failed.
 
     Args:
-        backend: as for `gradmesh.launch`; `DEVICE`: the simulated device of the tests.
+        backend: as for `gradmesh.launch`; `DEVICE`: the simulated device of the tests; `GPU`: NVIDIA GPUs.
         patience: seconds that a program may take.
         delay: of the device: seconds before each kernel.
     """
 
     def __init__(self, backend: str, patience: float = PATIENCE, delay: float = 0.0) -> None:
         self.backend = backend
+        self._on_device = backend in (DEVICE, GPU)
+        if backend == GPU:
+            os.environ["GRADMESH_TEST_DEVICE"] = GPU
         self._patience = patience
         self._delay = delay
         self._pools: dict[int, gm.Ranks] = {}
@@ -168,15 +175,16 @@ class Pools:
         pool = self._pools.get(program.ranks)
         if pool is None:
             backend: Any = self.backend
-            if self.backend == DEVICE:
-                from tests.simulated_device import POOL, build
+            if self._on_device:
+                from tests.simulated_device import ON_CUDA, POOL, build
 
-                build.module()  # before a rank has to wait for it
+                if not ON_CUDA:
+                    build.module()  # before a rank has to wait for it
                 backend = POOL
             pool = self._pools[program.ranks] = gm.Ranks(
                 program.ranks, backend, timeout=self._patience, prefix=False
             )
-        if self.backend != DEVICE:
+        if not self._on_device:
             return pool.run(on_rank, source(program))
         outcomes = pool.run(on_device, source(program), self._delay)
         if any(isinstance(one, Failure) for one in outcomes):

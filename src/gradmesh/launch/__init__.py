@@ -90,8 +90,8 @@ def launch(
         fn: the function that each rank runs.
         nprocs: the number of ranks.
         backend: "threads" for threads of this process, for CPU tensors; any other backend of torch.distributed ("shm",
-            "gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. With NCCL rank i uses CUDA device i. Defaults to "shm",
-            or "gloo" on systems without shm.
+            "gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. With NCCL rank i uses CUDA device i; ranks that
+            are more than the GPUs share them, for tests. Defaults to "shm", or "gloo" on systems without shm.
         args: positional arguments, the same for every rank.
         kwargs: keyword arguments, the same for every rank.
         timeout: seconds that the ranks may take to return, not counting the start of processes. Defaults to no limit.

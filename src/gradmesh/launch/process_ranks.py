@@ -43,6 +43,7 @@ from gradmesh.launch.hang_detector import MainThread, Probe
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome, group_timeout
 from gradmesh.launch.output import OutputPipes
 from gradmesh.launch.pickling import Origin, dumps, dumps_result
+from gradmesh.runtime.mesh import choose_gpu
 from gradmesh.runtime.state import run_to_end
 
 
@@ -348,7 +349,7 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         if "nccl" in backend:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            choose_gpu()
         size = int(os.environ["WORLD_SIZE"])
         join_only(store, size)
         dist.init_process_group(
