@@ -60,7 +60,7 @@ modes: .venv/peers
 
 # What needs NVIDIA GPUs, one rank on each: tests, overlap, a benchmark; writes docs/reports/gpu.md and the status tables.
 gpu: .venv/ready
-	$(BIN)/python -m tools.gpu --device cuda
+	$(BIN)/python -m tools.gpu --device cuda --slow
 
 # Random programs against dense runs of the same; some ten minutes.
 attack: .venv/ready

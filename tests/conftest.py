@@ -87,8 +87,10 @@ def _warm() -> Iterator[Processes]:
 def _idle_ranks_stop() -> Iterator[None]:
     """Ranks of a pool stop while no test uses them: the threads of their Gloo groups wake 100 times a second each."""
     attempt, end = Pools.attempt, Pools._end
+    used: list[Pools] = []
 
     def attempted(self: Pools, where: Where, *args: Any) -> Outcome:
+        used[:] = [*{*used, self}]
         _signal(self, (where.size, where.backend), signal.SIGCONT)
         try:
             return attempt(self, where, *args)
@@ -103,6 +105,9 @@ def _idle_ranks_stop() -> Iterator[None]:
         patched.setattr(Pools, "attempt", attempted)
         patched.setattr(Pools, "_end", ended)
         yield
+    for pools in used:  # which are asked to end, and waited for
+        for key in pools._pools:
+            _signal(pools, key, signal.SIGCONT)
 
 
 def _signal(pools: Pools, key: tuple[int, str], number: signal.Signals) -> None:

@@ -106,7 +106,9 @@ def fused() -> tuple[list[float], set[str]]:
     """Ring attention of bfloat16: its largest errors beside float64 in one process, and the kernels that ran."""
     rank, size = gm.rank(), gm.world_size()
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(2, 4, 128 * size, 64, generator=generator, dtype=torch.float64).cuda() for _ in range(4)]
+    whole = [
+        torch.randn(2, 4, 128 * size, 64, generator=generator, dtype=torch.float64).cuda() for _ in range(4)
+    ]
     *whole, grad = (x.bfloat16().double() for x in whole)
     own = slice(128 * rank, 128 * (rank + 1))
     leaves = [x[:, :, own].bfloat16().requires_grad_() for x in whole]

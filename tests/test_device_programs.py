@@ -218,6 +218,7 @@ def replayed(names: list[str]) -> dict[str, list[list[Tensor]]]:
                 x.copy_(drawn)
             graph.replay()
             found[name].append([y.detach().cpu() for y in results])
+        del graph, results  # CUDA does not allow it during the next capture
     return found
 
 

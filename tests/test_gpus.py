@@ -69,7 +69,9 @@ def test_autocast_and_a_scaled_loss_give_the_gradients_of_one_process() -> None:
 
 
 @needs_gpu
-def test_a_kernel_that_waits_for_a_rank_is_ended_and_every_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_waits_for_a_rank_is_ended_and_every_rank_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GRADMESH_HANG", "1")
     (text, returned, _), other = on_gpus(gpu_programs.left_alone)[:2]
     assert text.startswith("DeadlockError"), text

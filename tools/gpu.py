@@ -1,11 +1,11 @@
 """The tests of devices, overlap and a benchmark, on NVIDIA GPUs or on the simulated device of the tests.
 
-    python -m tools.gpu --device cuda         # what `make gpu` runs; writes docs/reports/gpu.json, gpu.md and the table
+    python -m tools.gpu --device cuda --slow  # what `make gpu` runs; writes docs/reports/gpu.json, gpu.md and the table
     python -m tools.gpu --device simulated    # the same commands where there is no GPU
     python -m tools.report docs/reports/gpu.md --device cuda
 
-One rank runs on each GPU. With one GPU, what needs two ranks is counted as not run. Without a GPU it says so and exits
-with 1, and nothing is written.
+One rank runs on each GPU. With one GPU, two ranks share it. Without a GPU it says so and exits with 1, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -160,9 +160,7 @@ def _on_rank(program: Callable[..., Any], *args: Any) -> Any:
 def why_not(device: str) -> str:
     """A sentence that says why the device is not here; empty: it is."""
     if device == "cuda":
-        from tests.simulated_device import cuda
-
-        return "No NVIDIA GPU was found, so nothing was run." if cuda.why_not() else ""
+        return "" if torch.cuda.is_available() else "No NVIDIA GPU was found, so nothing was run."
     from tests import simulated_device as sd
 
     return "" if (reason := sd.why_not()) is None else f"The simulated device is not available: {reason}."
@@ -174,9 +172,17 @@ def why_not(device: str) -> str:
 def machine(device: str) -> dict[str, Any]:
     """Where it runs."""
     on_gpus = device == "cuda"
-    ranks = torch.cuda.device_count() if on_gpus else 2
+    gpus = torch.cuda.device_count()
+    ranks = max(2, gpus) if on_gpus else 2
     what = torch.cuda.get_device_name() if on_gpus else "simulated device"
-    return {"torch": torch.__version__, "device": what, "ranks": ranks, "date": time.strftime("%Y-%m-%d")}
+    shared = {"gpus": gpus} if on_gpus else {}
+    return {
+        "torch": torch.__version__,
+        "device": what,
+        "ranks": ranks,
+        **shared,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def results() -> dict[str, Any]:
@@ -228,7 +234,8 @@ def page(found: dict[str, Any]) -> str:
             parts.append("Not run.")
             continue
         at = ran["machine"]
-        parts.append(f"{at['device']}, {at['ranks']} ranks, torch {at['torch']}, {at['date']}.")
+        on = f" on {at['gpus']} GPU" if at.get("gpus", at["ranks"]) < at["ranks"] else ""
+        parts.append(f"{at['device']}, {at['ranks']} ranks{on}, torch {at['torch']}, {at['date']}.")
         rows = [(name, ran[name]) for name in TESTS if name in ran]
         lines = ["| tests | passed | failed | not run | |", "|---|---|---|---|---|"]
         for name, each in rows:
@@ -263,7 +270,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
     )
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--only", action="append", help="a section; all by default")
-    parser.add_argument("--slow", action="store_true", help="the long form of the tests too, as on GPUs")
+    parser.add_argument("--slow", action="store_true", help="the long form of the tests too")
     parser.add_argument("--render", action="store_true", help="write the page of what was run before")
     given = parser.parse_args(arguments)
     found = results()
@@ -276,7 +283,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
         sizes = (4096, 1 << 20, 1 << 26) if given.device == "cuda" else (4096, 1 << 18)
         for section in given.only or [*TESTS, "overlap", "benchmark"]:
             if section in TESTS:
-                ran[section] = tests_of(section, given.device, given.slow or given.device == "cuda")
+                ran[section] = tests_of(section, given.device, given.slow)
             else:
                 ran[section] = _measured(overlap) if section == "overlap" else _measured(benchmark, sizes)
             print(f"{section}: {cell(ran, section)}", flush=True)

@@ -13,8 +13,8 @@ It is torch's PrivateUse1 device under the name "simulated":
 
 It does not simulate the speed of kernels, several devices, memory limits, or pinned memory.
 
-With GRADMESH_TEST_DEVICE=cuda in the environment, `on_device`, `counted` and `captured` are those of `cuda.py`: the tests that are
-marked `device` then run on GPUs.
+With GRADMESH_TEST_DEVICE=cuda in the environment, `on_device`, `counted` and `captured` are those of `cuda.py`: the
+tests that are marked `device` then run on GPUs.
 """
 
 from __future__ import annotations

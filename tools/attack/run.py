@@ -123,13 +123,16 @@ def on_device(text: str, delay: float) -> Outcome:
 
     def run() -> None:
         found.append(on_rank(text))
-        if isinstance(found[0], Failure) and not simulated_device.ON_CUDA:
+        if isinstance(found[0], Failure):
             ended = threading.Thread(target=_settled, daemon=True)
             ended.start()
             ended.join(_GRACE)
             time.sleep(1)  # in which the other ranks get what this one has sent
             # Kernels may wait for messages that no rank sends.
-            shut_down([end[::-1] for end in connections()], _torch.default_store())
+            if not simulated_device.ON_CUDA:
+                shut_down([end[::-1] for end in connections()], _torch.default_store())
+            elif ended.is_alive() and dist.group.WORLD is not None:
+                _torch.abort_group(dist.group.WORLD)
 
     try:
         simulated_device.on_device(run, delay=delay)
@@ -145,7 +148,10 @@ def _settled() -> None:
     from tests import simulated_device
 
     with contextlib.suppress(RuntimeError):  # of a kernel
-        simulated_device.core().settle()
+        if simulated_device.ON_CUDA:
+            torch.cuda.synchronize()
+        else:
+            simulated_device.core().settle()
 
 
 def _failure(error: Exception) -> Failure:
