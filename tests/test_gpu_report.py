@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so_and_fails_and_writes_nothing(capsys: pytest.Ca
 def test_failures_and_what_was_not_run_are_counted_with_their_reasons() -> None:
     found = gpu.counts_in(REPORT)
     assert (found["passed"], found["failed"], found["not run"]) == (1, 2, 1)
-    assert found["reasons"] == ["failed: b", "failed: c", "needs 2 NVIDIA GPUs, and there are 1"]
+    assert found["reasons"] == ["failed: b: x", "failed: c: y", "needs 2 NVIDIA GPUs, and there are 1"]
     assert gpu.cell({"laws": found}, "laws") == "**2 of 3 tests fail**"
 
 

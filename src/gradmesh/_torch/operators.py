@@ -260,7 +260,7 @@ def _on_cuda(query: Callable[[Any], bool]) -> Callable[[Tensor, Tensor, Tensor, 
 
 KERNELS = {
     "cpu": [FusedAttention("flash_attention_for_cpu", lambda _, k, v, __: k.shape[-1] == v.shape[-1])],
-    "cuda": [  # not run yet
+    "cuda": [
         FusedAttention("flash_attention", _on_cuda(torch.backends.cuda.can_use_flash_attention), 1),
         FusedAttention("efficient_attention", _on_cuda(torch.backends.cuda.can_use_efficient_attention), 32),
         FusedAttention("cudnn_attention", _on_cuda(torch.backends.cuda.can_use_cudnn_attention), 1),
