@@ -13,6 +13,7 @@ the result is NaN.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -30,7 +31,7 @@ from gradmesh._torch import (
 )
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.autograd.pending import AsyncCollective, finish_ordered, finished, start_ordered, started
-from gradmesh.autograd.rule import apply_ordered, apply_unordered, compiled_ordered, grad_token
+from gradmesh.autograd.rule import apply_ordered, apply_unordered, compiled_ordered, grad_token, on_device_of
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
@@ -43,6 +44,18 @@ T = TypeVar("T")
 _SPARE_TOKEN = outside_modes(grad_token)
 """The first token of a compiled program, which cannot create a leaf, and of a recomputed collective, since a selective
 checkpoint counts created tensors."""
+
+
+@functools.cache
+def _spare_token_on(device: torch.device) -> Tensor:
+    return outside_modes(lambda: torch.zeros(0, device=device, requires_grad=True))
+
+
+def _spare_token(x: Tensor) -> Tensor:
+    """The same on the device of an operand."""
+    return _SPARE_TOKEN if x.device.type in ("cpu", "meta") else _spare_token_on(x.device)
+
+
 _LOCAL_AXIS = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
 """The axis of the op that connects the token to the loss, which does not communicate."""
 
@@ -73,45 +86,46 @@ class Order:
             return self._compiled_ordered(op, x)
         if not self.here:
             return self._recompute(op, x)
-        y, self._token = apply_ordered(op, x, self._next(op))
+        y, self._token = apply_ordered(op, x, self._next(op, x))
         return y
 
-    def node(self, op: LinearOp, run: Callable[[Tensor | None], tuple[T, Tensor]]) -> T:
+    def node(self, op: LinearOp, x: Tensor, run: Callable[[Tensor | None], tuple[T, Tensor]]) -> T:
         """Run a node whose backward makes several collectives as one ordered op.
 
         Args:
             op: one of them, for errors.
+            x: an operand.
             run: creates the node: it takes an ordering token and returns one; None: outside of the order.
         """
         if self.here:
-            y, self._token = run(self._next(op))
+            y, self._token = run(self._next(op, x))
             return y
         self.refuse_reentrant(op)
-        return run(_SPARE_TOKEN if saves_for_a_checkpoint() else None)[0]
+        return run(_spare_token(x) if saves_for_a_checkpoint() else None)[0]
 
     def begin(self, op: LinearOp, x: Tensor) -> AsyncCollective:
         """Start an async collective as the next ordered op."""
         if not self.here:
             self.refuse_reentrant(op)
-            return start_ordered(op, x, _SPARE_TOKEN)[0] if saves_for_a_checkpoint() else started(op, x)
-        made, self._token = start_ordered(op, x, self._next(op))
+            return start_ordered(op, x, _spare_token(x))[0] if saves_for_a_checkpoint() else started(op, x)
+        made, self._token = start_ordered(op, x, self._next(op, x))
         self._begun.append(made)
         return made
 
     def end(self, made: AsyncCollective) -> Tensor:
         """Wait for an async collective, as the next ordered op."""
-        if not made.call.ordered:
+        if not made.call.ordered or made.ticket is None:
             return finished(made)
         if not self.here:
-            return finish_ordered(made, None, _SPARE_TOKEN)[0]
+            return finish_ordered(made, None, _spare_token(made.ticket))[0]
         if made not in self._begun:
             self._refuse_after_join(made.op)
         self._begun.remove(made)
-        y, self._token = finish_ordered(made, None, self._next(made.op))
+        y, self._token = finish_ordered(made, None, self._next(made.op, made.ticket))
         return y
 
-    def _next(self, op: Op) -> Tensor:
-        """The token for the next ordered op."""
+    def _next(self, op: Op, x: Tensor) -> Tensor:
+        """The token for the next ordered op, on the device of its operand."""
         if functorch_active() and not only_vmap_active():
             raise OrderError(
                 message(
@@ -128,11 +142,11 @@ class Order:
         if saves_for_a_checkpoint():
             recompute_in(_second_pass)
         if self._token is None:
-            self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
+            self._root = self._token = grad_token(x)
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
-        return self._token
+        return on_device_of(x, self._token)
 
     def _compiled_ordered(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next ordered op, in a program that is being compiled."""
@@ -149,7 +163,7 @@ class Order:
         self.refuse_reentrant(op)
         if not saves_for_a_checkpoint():  # a collective in a hook is not ordered
             return apply_unordered(op, x)
-        return apply_ordered(op, x, _SPARE_TOKEN)[0]
+        return apply_ordered(op, x, _spare_token(x))[0]
 
     def refuse_reentrant(self, op: Op) -> None:
         """Raise in a reentrant checkpoint, where a collective has no graph and only some ranks recompute it."""
@@ -165,23 +179,23 @@ class Order:
                 )
             )
 
-    def keep_place(self) -> None:
+    def keep_place(self, device: torch.device) -> None:
         """Make every rank recompute a collective that is not an ordered op, in a checkpointed region.
 
         A region is recomputed only if backward needs a tensor that it saved, which may differ between ranks. So an
         ordered op that sends nothing follows the collective, and every rank runs its backward.
         """
         with torch.enable_grad():
-            tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device="cpu")
+            tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device=device)
             if not self.here:
                 if self._opened_in == _NEVER:
-                    apply_ordered(tie, nothing, _SPARE_TOKEN)
+                    apply_ordered(tie, nothing, _spare_token(nothing))
                 return
             recompute_in(_second_pass)
             if self._joined:
                 return
             if self._token is None:
-                self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
+                self._root = self._token = grad_token(nothing)
             _, self._token = apply_ordered(tie, nothing, self._token)
 
     def _refuse_after_join(self, op: Op) -> NoReturn:

@@ -48,6 +48,7 @@ from gradmesh.autograd.rule import (
     attach_backward,
     dense_gradient,
     next_token,
+    on_device_of,
     recorded,
     refuse_dropped,
     token_of,
@@ -146,13 +147,15 @@ def start_ordered(
 ) -> tuple[AsyncCollective, Tensor]:
     """Start a call as an ordered op; as `gradmesh.autograd.apply_ordered`."""
     made = AsyncCollective(op, None, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True))
-    made.ticket, token = _start_now(made, x, token)
+    made.ticket, token = _start_now(made, x, on_device_of(x, token))
     return made, token
 
 
 def finish_ordered(made: AsyncCollective, ticket: Tensor | None, token: Tensor) -> tuple[Tensor, Tensor]:
     """Wait for its result, as another ordered op."""
-    return _wait(made, made.ticket if ticket is None else ticket, token)  # type: ignore[arg-type]  # is set
+    ticket = made.ticket if ticket is None else ticket
+    assert ticket is not None
+    return _wait(made, ticket, on_device_of(ticket, token))
 
 
 def _start_now(made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

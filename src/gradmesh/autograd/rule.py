@@ -2,7 +2,7 @@
 
 An adjoint is an op itself and is applied by the same rule, so derivatives of every order work.
 
-A node has a second output beside the op's result: an ordering token, a tensor with one zero. Inside `ordered()` each
+A node has a second output beside the op's result: an ordering token, a tensor without elements. Inside `ordered()` each
 collective takes the token of the previous one. Elsewhere only its own backward takes it, under create_graph=True: then
 a gradient depends on its forward call in the graph, even where its value is constant, and a further backward pass runs
 the backward of both on every rank.
@@ -50,7 +50,7 @@ from gradmesh.types import I
 
 T = TypeVar("T")
 
-DETACHED_TOKEN = outside_modes(lambda: torch.zeros(1, device="cpu"))
+DETACHED_TOKEN = outside_modes(lambda: torch.zeros(0, device="cpu"))
 """The token of a call that depends on no earlier call."""
 
 
@@ -97,6 +97,7 @@ def apply_ordered(
         role: the role of the call, see `CallRecord`.
         origin: the forward call that it belongs to.
     """
+    token = on_device_of(x, token)
     if not forward_level_open() or functorch_active():
         return _apply_node(
             op, x, token, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True)
@@ -136,7 +137,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     call, token, needs_backward = recorded(op, x, call, token)
     if needs_backward or transforms:
         if token is None:  # a tracer accepts only its own tensors
-            token = torch.zeros(1, device="cpu") if type(op) is Traced or is_fake(x) else DETACHED_TOKEN
+            token = torch.zeros(0, device="cpu") if type(op) is Traced or is_fake(x) else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
         y = op.run(x, call) if type(op) is Traced else run.apply(op, x, call)
@@ -187,7 +188,7 @@ def apply(
         raise
     y = make(op, x)
     if saves_for_a_checkpoint():
-        chain.keep_place()
+        chain.keep_place(x.device)
     return y
 
 
@@ -241,13 +242,22 @@ def dense_gradient(ctx: Any, grad: Tensor | None) -> Tensor:
     return torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device) if grad is None else grad.to_dense()
 
 
-def grad_token() -> Tensor:
-    """A token that requires grad, so that the op that takes it runs its backward even if its operand does not."""
-    return torch.zeros(1, device="cpu", requires_grad=True)
+def grad_token(x: Tensor | None = None) -> Tensor:
+    """A token that requires grad, so that the op that takes it runs its backward even if its operand `x` does not."""
+    return torch.zeros(0, device="cpu" if x is None or x.is_meta else x.device, requires_grad=True)
 
 
 _GRAD_TOKEN = outside_modes(grad_token)
 """A token for compiled programs, where only tensors from outside can require grad."""
+
+
+def on_device_of(x: Tensor, token: Tensor) -> Tensor:
+    """The token on the device of the operand of the next call, without a copy of memory.
+
+    Autograd runs a node on the thread of the device that its gradients are on, which may be the token's alone. Nodes of
+    one checkpointed region on two threads would recompute the region at once, which torch does not support.
+    """
+    return token if x.device == token.device or x.is_meta or is_fake(x) else token.to(x.device)
 
 
 class _FinishedCall:
@@ -398,7 +408,7 @@ class _Rule(torch.autograd.Function):
         if tangent is None:
             tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
         moved = apply_unordered(ctx.op, tangent, CallRecord(TANGENT, ctx.call))
-        return moved, torch.zeros(1, device="cpu") if token is None else torch.zeros_like(token)
+        return moved, torch.zeros(0, device="cpu") if token is None else torch.zeros_like(token)
 
     @staticmethod
     def vmap(

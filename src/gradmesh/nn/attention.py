@@ -600,7 +600,7 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     if ring.axis.size == 1:
         return run(None)[0]
-    y: Tensor = apply(ring.op(0), k, lambda _, __: run(None)[0], lambda chain, op, _: chain.node(op, run))
+    y: Tensor = apply(ring.op(0), k, lambda _, __: run(None)[0], lambda chain, op, _: chain.node(op, k, run))
     return y
 
 

@@ -30,7 +30,7 @@ class Chain(Protocol):
     def link(self, op: Any, x: Tensor) -> Tensor:
         """Run an op as the next ordered op."""
 
-    def node(self, op: Any, run: Any) -> Any:
+    def node(self, op: Any, x: Tensor, run: Any) -> Any:
         """Run a node whose backward makes several collectives as one ordered op."""
 
     def begin(self, op: Any, x: Tensor) -> Any:
@@ -42,7 +42,7 @@ class Chain(Protocol):
     def refuse_reentrant(self, op: Any) -> None:
         """Raise for a collective that a reentrant checkpoint hides."""
 
-    def keep_place(self) -> None:
+    def keep_place(self, device: torch.device) -> None:
         """Make every rank recompute a collective that is not an ordered op, in a checkpointed region."""
 
 
