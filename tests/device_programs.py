@@ -219,6 +219,26 @@ def _checkpointed_messages() -> Iterator[list[Tensor]]:
     yield [x.grad]
 
 
+def _checkpointed_without_a_gradient() -> Iterator[list[Tensor]]:
+    """Backward is needed of a call whose result has no gradient, and of other operators of the same region."""
+
+    def region(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = gm.shift(x)
+        z = gm.shift(y)
+        for _ in range(4):
+            with torch.no_grad():
+                z = gm.all_reduce(z, dst=gm.R)
+        return (x.sin() * z.detach()).exp().sin()
+
+    x = leaf(4, 3)
+    yield [x]
+    with gm.ordered():
+        gm.backward(sum(checkpoint(region, x, use_reentrant=False).sum() for _ in range(4)))
+    assert x.grad is not None
+    yield [x.grad]
+
+
 def _coalesced() -> Iterator[list[Tensor]]:
     x, y = leaf(4, 3), leaf(2, seed=1)
     yield [x, y]
@@ -258,6 +278,7 @@ VERBS |= {
     "reduce and gather": _rooted,
     "send and recv": _messages,
     "send and recv in a checkpoint": _checkpointed_messages,
+    "calls without a gradient in a checkpoint": _checkpointed_without_a_gradient,
     "coalesce": _coalesced,
     "no_sync": _deferred,
     "objective": _objective,

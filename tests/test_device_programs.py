@@ -95,6 +95,7 @@ LATE = [
         "no_sync",
         "ordered",
         "send and recv",
+        "calls without a gradient in a checkpoint",
     ),
     *(
         "objective",

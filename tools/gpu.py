@@ -97,7 +97,9 @@ def counts_in(report: str) -> dict[str, Any]:
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     skipped = [found for case in cases if (found := case.find("skipped")) is not None]
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    reasons = {found.get("message", "") for found in skipped} | {f"failed: {_failure(case)}" for case in failed}
+    reasons = {found.get("message", "") for found in skipped} | {
+        f"failed: {_failure(case)}" for case in failed
+    }
     passed = len(cases) - len(skipped) - len(failed)
     return {"passed": passed, "failed": len(failed), "not run": len(skipped), "reasons": sorted(reasons)}
 
