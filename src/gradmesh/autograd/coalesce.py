@@ -146,15 +146,12 @@ class Coalescing:
         groups: dict[Any, list[_Member]] = {}
         for member in self.members:
             if version(member.x) != member.version:
-                raise OrderError(
-                    message(
-                        "the operand of a coalesced call was modified in place before the end of the block",
-                        op=member.op.verb,
-                        axis=str(member.op.axis),
-                        expected="an operand that is only read until the block ends",
-                        got=f"an in-place write after the call {show_site(member.site)}",
-                        remedy="pass a copy, x.clone(), or write to x after the block",
-                    )
+                member.op.fail(
+                    "the operand of a coalesced call was modified in place before the end of the block",
+                    expected="an operand that is only read until the block ends",
+                    got=f"an in-place write after the call {show_site(member.site)}",
+                    remedy="pass a copy, x.clone(), or write to x after the block",
+                    kind=OrderError,
                 )
             kind = _of_many(member.op, None)
             key = type(kind), kind, member.x.dtype, member.x.device, member.recorded

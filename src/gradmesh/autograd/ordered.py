@@ -42,18 +42,13 @@ from gradmesh.transport import compiling, process_group
 T = TypeVar("T")
 
 _SPARE_TOKEN = outside_modes(grad_token)
-"""The first token of a compiled program, which cannot create a leaf, and of a recomputed collective, since a selective
-checkpoint counts created tensors."""
+"""The first token of a compiled program, which cannot create a leaf."""
 
 
 @functools.cache
-def _spare_token_on(device: torch.device) -> Tensor:
+def _spare_token(device: torch.device) -> Tensor:
+    """The token of a recomputed collective, made once, since a selective checkpoint counts created tensors."""
     return outside_modes(lambda: torch.zeros(0, device=device, requires_grad=True))
-
-
-def _spare_token(x: Tensor) -> Tensor:
-    """The same on the device of an operand."""
-    return _SPARE_TOKEN if x.device.type in ("cpu", "meta") else _spare_token_on(x.device)
 
 
 _LOCAL_AXIS = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
@@ -101,13 +96,17 @@ class Order:
             y, self._token = run(self._next(op, x))
             return y
         self.refuse_reentrant(op)
-        return run(_spare_token(x) if saves_for_a_checkpoint() else None)[0]
+        return run(_spare_token(x.device) if saves_for_a_checkpoint() else None)[0]
 
     def begin(self, op: LinearOp, x: Tensor) -> AsyncCollective:
         """Start an async collective as the next ordered op."""
         if not self.here:
             self.refuse_reentrant(op)
-            return start_ordered(op, x, _spare_token(x))[0] if saves_for_a_checkpoint() else started(op, x)
+            return (
+                start_ordered(op, x, _spare_token(x.device))[0]
+                if saves_for_a_checkpoint()
+                else started(op, x)
+            )
         made, self._token = start_ordered(op, x, self._next(op, x))
         self._begun.append(made)
         return made
@@ -117,7 +116,7 @@ class Order:
         if not made.call.ordered or made.ticket is None:
             return finished(made)
         if not self.here:
-            return finish_ordered(made, None, _spare_token(made.ticket))[0]
+            return finish_ordered(made, None, _spare_token(made.ticket.device))[0]
         if made not in self._begun:
             self._refuse_after_join(made.op)
         self._begun.remove(made)
@@ -127,15 +126,12 @@ class Order:
     def _next(self, op: Op, x: Tensor) -> Tensor:
         """The token for the next ordered op, on the device of its operand."""
         if functorch_active() and not only_vmap_active():
-            raise OrderError(
-                message(
-                    "torch.func derivatives are not supported inside ordered()",
-                    op=op.verb,
-                    axis=str(op.axis),
-                    expected="autograd or torch.func.vmap inside ordered()",
-                    got="torch.func.grad, jvp or another derivative transform around the collective",
-                    remedy="use gm.grad(outputs, inputs) or gm.backward(loss), or transform outside of ordered()",
-                )
+            op.fail(
+                "torch.func derivatives are not supported inside ordered()",
+                expected="autograd or torch.func.vmap inside ordered()",
+                got="torch.func.grad, jvp or another derivative transform around the collective",
+                remedy="use gm.grad(outputs, inputs) or gm.backward(loss), or transform outside of ordered()",
+                kind=OrderError,
             )
         if self._joined:
             self._refuse_after_join(op)
@@ -163,20 +159,17 @@ class Order:
         self.refuse_reentrant(op)
         if not saves_for_a_checkpoint():  # a collective in a hook is not ordered
             return apply_unordered(op, x)
-        return apply_ordered(op, x, _spare_token(x))[0]
+        return apply_ordered(op, x, _spare_token(x.device))[0]
 
     def refuse_reentrant(self, op: Op) -> None:
         """Raise in a reentrant checkpoint, where a collective has no graph and only some ranks recompute it."""
         if in_reentrant_checkpoint():
-            raise OrderError(
-                message(
-                    "a reentrant checkpoint cannot contain collectives inside ordered()",
-                    op=op.verb,
-                    axis=str(op.axis),
-                    expected="torch.utils.checkpoint with use_reentrant=False",
-                    got="use_reentrant=True, which hides the collectives from autograd",
-                    remedy="torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)",
-                )
+            op.fail(
+                "a reentrant checkpoint cannot contain collectives inside ordered()",
+                expected="torch.utils.checkpoint with use_reentrant=False",
+                got="use_reentrant=True, which hides the collectives from autograd",
+                remedy="torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)",
+                kind=OrderError,
             )
 
     def keep_place(self, device: torch.device) -> None:
@@ -189,7 +182,7 @@ class Order:
             tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device=device)
             if not self.here:
                 if self._opened_in == _NEVER:
-                    apply_ordered(tie, nothing, _spare_token(nothing))
+                    apply_ordered(tie, nothing, _spare_token(device))
                 return
             recompute_in(_second_pass)
             if self._joined:
@@ -199,15 +192,12 @@ class Order:
             _, self._token = apply_ordered(tie, nothing, self._token)
 
     def _refuse_after_join(self, op: Op) -> NoReturn:
-        raise OrderError(
-            message(
-                "collective called after join()",
-                op=op.verb,
-                axis=str(op.axis),
-                expected="join(loss) after the last collective of the ordered() block",
-                got=f"this collective after join(), which covered {self._count} collectives",
-                remedy="call join(loss) later, or use gm.backward(loss), after which further collectives are allowed",
-            )
+        op.fail(
+            "collective called after join()",
+            expected="join(loss) after the last collective of the ordered() block",
+            got=f"this collective after join(), which covered {self._count} collectives",
+            remedy="call join(loss) later, or use gm.backward(loss), after which further collectives are allowed",
+            kind=OrderError,
         )
 
     def join(self, loss: Tensor | None) -> Tensor:

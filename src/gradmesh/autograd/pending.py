@@ -18,7 +18,6 @@ one too.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections import deque
@@ -169,13 +168,8 @@ def _wait(made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor,
 
 
 def _ticket(device: torch.device) -> Tensor:
-    """A dummy tensor that links two nodes; on a device, without a kernel for each."""
-    return torch.zeros(1, device="cpu") if device.type == "cpu" else _zero(device).detach()
-
-
-@functools.cache
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device)
+    """A dummy tensor that links two nodes, without elements so that no kernel makes it."""
+    return torch.zeros(0, device=device)
 
 
 class _StartNode(torch.autograd.Function):
@@ -196,15 +190,12 @@ class _StartNode(torch.autograd.Function):
         made: AsyncCollective = ctx.made
         back = made.adjoints.pop(backward_pass(), None)
         if back is None:
-            raise OrderError(
-                message(
-                    "backward ran through an async collective but not through the result of its wait()",
-                    op=made.op.verb,
-                    axis=str(made.op.axis),
-                    expected="a loss computed from the result of wait()",
-                    got=f"no gradient of that result, for {made.call.describe()}",
-                    remedy="call y = pending.wait() before the loss is computed, and use y in it",
-                )
+            made.op.fail(
+                "backward ran through an async collective but not through the result of its wait()",
+                expected="a loss computed from the result of wait()",
+                got=f"no gradient of that result, for {made.call.describe()}",
+                remedy="call y = pending.wait() before the loss is computed, and use y in it",
+                kind=OrderError,
             )
         if not made.call.ordered:
             gradient = finished(back, ticket)

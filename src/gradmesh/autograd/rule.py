@@ -252,10 +252,9 @@ _GRAD_TOKEN = outside_modes(grad_token)
 
 
 def on_device_of(x: Tensor, token: Tensor) -> Tensor:
-    """The token on the device of the operand of the next call, without a copy of memory.
+    """The token on the operand's device, without a copy.
 
-    Autograd runs a node on the thread of the device that its gradients are on, which may be the token's alone. Nodes of
-    one checkpointed region on two threads would recompute the region at once, which torch does not support.
+    Autograd runs a node on the thread of its gradients' device; two threads may not recompute a checkpoint at once.
     """
     return token if x.device == token.device or x.is_meta or is_fake(x) else token.to(x.device)
 

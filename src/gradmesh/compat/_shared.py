@@ -17,7 +17,7 @@ from gradmesh.errors import ArgumentError, message
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.all_to_all import AllToAll
-from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.base import LinearOp
 from gradmesh.ops.broadcast import Reduce
 from gradmesh.ops.gather import Gather
 from gradmesh.ops.shard import AllGatherInvariant, Shard
@@ -210,19 +210,13 @@ def neighbors(
 
 
 @dataclass(frozen=True)
-class CountedByAll(SameShape):
+class CountedByAll(Replicate):
     """I -> R, the identity; like `replicate`, for a result whose gradient the caller guarantees to be equal everywhere.
 
     The sum of W equal gradients needs no communication. The adjoint is exact for such gradients only.
     """
 
     verb = "compat.gp_utils.scale_backward_grad"
-    sends = False
-    src, dst = I, R
-
-    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Copy."""
-        return wire.copy(x)
 
     @property
     def adjoint(self) -> LinearOp:
@@ -231,12 +225,10 @@ class CountedByAll(SameShape):
 
 
 @dataclass(frozen=True)
-class SumOfEqual(SameShape):
+class SumOfEqual(CountedByAll):
     """P -> I, W times a term that is equal on all ranks. The adjoint of `CountedByAll`."""
 
-    verb = "compat.gp_utils.scale_backward_grad"
     public = False
-    sends = False
     src, dst = P, I
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:

@@ -32,18 +32,10 @@ class AllReduce(SameShape):
         return AllReduce(self.axis, **self.swapped)
 
 
-class AllReduceInvariant(SameShape):
+class AllReduceInvariant(AllReduce):
     """P -> I: the sum; every rank repeats the same work on it, so its gradient is whole already."""
 
-    verb = "all_reduce"
-    chosen = ("dst",)
-    src, dst = P, I
-    sums = True
-    symmetric = True
-
-    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Sum over the ranks."""
-        return wire.sum(x)
+    dst = I
 
     @property
     def adjoint(self) -> LinearOp:

@@ -104,18 +104,16 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
 def choose_gpu() -> None:
     """Select the GPU of LOCAL_RANK; ranks that are more than the GPUs of their host share them.
 
-    NCCL refuses two ranks on one GPU of a host. Where ranks share GPUs, each is a host of its own to NCCL, so that
-    messages go through sockets: slow, and enough to test a program on a machine with one GPU.
+    NCCL refuses two ranks on one GPU of a host, so each is a host of its own to it, and sends through sockets.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max(1, torch.cuda.device_count())
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
     if ranks > gpus and "NCCL_HOSTID" not in os.environ:
         os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
-        if os.environ.get("LOCAL_RANK") == "0":
-            warnings.warn(
-                f"{ranks} ranks share the {gpus} GPU(s) of this host: NCCL sends through sockets, for tests alone",
-                stacklevel=3,
-            )
+        text = (
+            f"{ranks} ranks share the {gpus} GPU(s) of this host: NCCL sends through sockets, for tests alone"
+        )
+        warnings.warn(text, stacklevel=3)
 
 
 def _on_one_host() -> bool:

@@ -42,7 +42,7 @@ class Chain(Protocol):
     def refuse_reentrant(self, op: Any) -> None:
         """Raise for a collective that a reentrant checkpoint hides."""
 
-    def keep_place(self, device: torch.device) -> None:
+    def keep_place(self, device: Any) -> None:
         """Make every rank recompute a collective that is not an ordered op, in a checkpointed region."""
 
 
