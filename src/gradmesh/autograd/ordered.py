@@ -48,7 +48,7 @@ _SPARE_TOKEN = outside_modes(grad_token)
 @functools.cache
 def _spare_token(device: torch.device) -> Tensor:
     """The token of a recomputed collective, made once, since a selective checkpoint counts created tensors."""
-    return outside_modes(lambda: torch.zeros(0, device=device, requires_grad=True))
+    return outside_modes(lambda: torch.zeros(1, device=device, requires_grad=True))
 
 
 _LOCAL_AXIS = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent

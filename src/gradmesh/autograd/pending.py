@@ -51,6 +51,7 @@ from gradmesh.autograd.rule import (
     recorded,
     refuse_dropped,
     token_of,
+    zero_on,
 )
 from gradmesh.dims import known_names, with_names
 from gradmesh.errors import OrderError, message, refused_wait
@@ -167,23 +168,18 @@ def _wait(made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor,
     return result
 
 
-def _ticket(device: torch.device) -> Tensor:
-    """A dummy tensor that links two nodes, without elements so that no kernel makes it."""
-    return torch.zeros(0, device=device)
-
-
 class _StartNode(torch.autograd.Function):
     """Starts the op; its backward waits for the adjoint."""
 
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         made.start(x)
-        ctx.made, following = made, torch.zeros_like(token)
+        ctx.made, following = made, zero_on(token.device)
         ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
         # On the operand's device: autograd runs the nodes of a device on one thread, in the reverse order of forward.
         # This node on another thread would let other work be queued before the next adjoint is started.
-        return _ticket(x.device), following
+        return zero_on(x.device), following
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -214,7 +210,7 @@ class _WaitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         y = made.result()
-        ctx.made, following = made, torch.zeros_like(token)
+        ctx.made, following = made, zero_on(token.device)
         ctx.op, ctx.call = made.op, made.call  # where the node of a synchronous call has them
         ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
         ctx.save_for_backward(token if made.call.ordered else following)
@@ -231,7 +227,7 @@ class _WaitNode(torch.autograd.Function):
         if grad is None or grad.layout is not torch.strided:
             grad = dense_gradient(ctx, grad)
         recording, at_once = torch.is_grad_enabled(), is_legacy_batched(grad) or transforms_active()
-        ticket = _ticket(grad.device)
+        ticket = zero_on(grad.device)
         if not made.call.ordered:
             call = CallRecord(BACKWARD, made.call, ZERO_GRAD if nothing else 0)
             token = token_of(ctx) if recording else None

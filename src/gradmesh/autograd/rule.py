@@ -2,7 +2,7 @@
 
 An adjoint is an op itself and is applied by the same rule, so derivatives of every order work.
 
-A node has a second output beside the op's result: an ordering token, a tensor without elements. Inside `ordered()` each
+A node has a second output beside the op's result: an ordering token, a tensor with one zero. Inside `ordered()` each
 collective takes the token of the previous one. Elsewhere only its own backward takes it, under create_graph=True: then
 a gradient depends on its forward call in the graph, even where its value is constant, and a further backward pass runs
 the backward of both on every rank.
@@ -10,6 +10,7 @@ the backward of both on every rank.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, overload
@@ -50,7 +51,7 @@ from gradmesh.types import I
 
 T = TypeVar("T")
 
-DETACHED_TOKEN = outside_modes(lambda: torch.zeros(0, device="cpu"))
+DETACHED_TOKEN = outside_modes(lambda: torch.zeros(1, device="cpu"))
 """The token of a call that depends on no earlier call."""
 
 
@@ -137,7 +138,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     call, token, needs_backward = recorded(op, x, call, token)
     if needs_backward or transforms:
         if token is None:  # a tracer accepts only its own tensors
-            token = torch.zeros(0, device="cpu") if type(op) is Traced or is_fake(x) else DETACHED_TOKEN
+            token = torch.zeros(1, device="cpu") if type(op) is Traced or is_fake(x) else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
         y = op.run(x, call) if type(op) is Traced else run.apply(op, x, call)
@@ -244,7 +245,7 @@ def dense_gradient(ctx: Any, grad: Tensor | None) -> Tensor:
 
 def grad_token(x: Tensor | None = None) -> Tensor:
     """A token that requires grad, so that the op that takes it runs its backward even if its operand `x` does not."""
-    return torch.zeros(0, device="cpu" if x is None or x.is_meta else x.device, requires_grad=True)
+    return torch.zeros(1, device="cpu" if x is None or x.is_meta else x.device, requires_grad=True)
 
 
 _GRAD_TOKEN = outside_modes(grad_token)
@@ -252,11 +253,37 @@ _GRAD_TOKEN = outside_modes(grad_token)
 
 
 def on_device_of(x: Tensor, token: Tensor) -> Tensor:
-    """The token on the operand's device, without a copy.
+    """The token on the operand's device.
 
     Autograd runs a node on the thread of its gradients' device; two threads may not recompute a checkpoint at once.
     """
-    return token if x.device == token.device or x.is_meta or is_fake(x) else token.to(x.device)
+    if x.device == token.device or x.is_meta or is_fake(x):
+        return token
+    moved: Tensor = _Moved.apply(token, x.device)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    """A token on another device, without a copy, for which the host would wait."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, device: torch.device) -> Tensor:
+        ctx.device = token.device
+        return zero_on(device)
+
+    @staticmethod
+    def backward(ctx: Any, following: Tensor) -> tuple[Tensor, None]:
+        return _Moved.apply(following, ctx.device), None  # type: ignore[no-untyped-call]
+
+
+def zero_on(device: torch.device) -> Tensor:
+    """A zero; on a device without a kernel for each."""
+    return torch.zeros(1, device="cpu") if device.type == "cpu" else _zero(device).detach()
+
+
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    return outside_modes(lambda: torch.zeros(1, device=device))
 
 
 class _FinishedCall:
@@ -407,7 +434,7 @@ class _Rule(torch.autograd.Function):
         if tangent is None:
             tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
         moved = apply_unordered(ctx.op, tangent, CallRecord(TANGENT, ctx.call))
-        return moved, torch.zeros(0, device="cpu") if token is None else torch.zeros_like(token)
+        return moved, torch.zeros(1, device="cpu") if token is None else torch.zeros_like(token)
 
     @staticmethod
     def vmap(
@@ -442,7 +469,7 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own = type(op) is Traced or type(op) is _FinishedCall
         y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
-        output = y, torch.zeros_like(token)
+        output = y, zero_on(token.device)
         _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 

@@ -184,6 +184,17 @@ _ALL = (
         "gm.objective(loss, weights=n, ddp=model). If each rank or micro-batch is to count alike, leave it.",
     ),
     Rule(
+        "GM112",
+        "reported-sum",
+        "warning",
+        "A number that is summed over the ranks is printed, and one process would print it once, or the mean.",
+        "Ranks that have the same data, as those of tensor parallelism, count the same tokens and have the same loss: "
+        "the sum over them is as many times what one process gives. Where each rank's loss is the mean over its own "
+        "data, their sum is the mean over all data times the number of ranks. Gradients are not affected, but curves, "
+        "early stopping and comparisons between runs are.",
+        "Divide the sum by the number of ranks, or sum over the group of the ranks with different data.",
+    ),
+    Rule(
         "GM201",
         "values-drift",
         "error",

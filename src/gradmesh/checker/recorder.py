@@ -1012,6 +1012,8 @@ class Recorder(Numbering, DispatchMode):
         event.shapes = [tuple(x.shape) for x in call.ins or call.outs or []]
         event.gradients = [self.gradients.name_at(x) or "" for x in call.ins]
         event.rounded = any(x.dtype.itemsize <= 2 for x in call.ins)
+        if phase != "backward" and call.reduce == "sum" and len(call.ins) == 1 and call.ins[0].numel() == 1:
+            event.given = float(call.ins[0].real)
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )

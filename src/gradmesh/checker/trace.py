@@ -119,7 +119,8 @@ class Sent:
         followed: whether the numbers are there, so that it can be run again.
         hidden: whether autograd follows an operand and knows nothing of the call.
         phase: "forward", "backward", or "apart" (no gradients are followed).
-        total: what a sum of one number came to.
+        given: what was handed in to a sum of one number; None for anything else.
+        total: what a sum of one number came to, where it cannot be run again.
         verb: where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is
             sent.
         parameters: the names of parameters that a broadcast or a sum before the first backward takes, or writes.
@@ -143,6 +144,7 @@ class Sent:
     followed: bool = False
     hidden: bool = False
     phase: str = "forward"
+    given: float | None = None
     total: float | None = None
     verb: Verb | None = None
     parameters: list[str] = field(default_factory=list)
@@ -243,6 +245,9 @@ class Root:
         weight: the gradient that it was given.
         passed_on: whether that came from another rank, which has the loss.
         held: the parameters, by name, where the rank has not stepped.
+        copies: the ranks that have the same loss,
+        alike: those of them that have the same data too, and
+        mean: over how many entries it is a mean; 0: none. These are known where the step was judged.
     """
 
     id: int
@@ -251,6 +256,9 @@ class Root:
     passed_on: bool
     site: int
     held: dict[str, Tensor] = field(default_factory=dict)
+    copies: tuple[int, ...] = ()
+    alike: tuple[int, ...] = ()
+    mean: int = 0
 
 
 @dataclass(slots=True)

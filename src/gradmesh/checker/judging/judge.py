@@ -35,10 +35,12 @@ from gradmesh.checker.judging.origins import first_not_finite
 from gradmesh.checker.judging.parameters import Got, Segment, Truth, first_line, gotten, segments, truth_of
 from gradmesh.checker.judging.sums_and_factors import (
     faults_of_gradients,
+    label_losses,
     means_of_means,
     miscounted_norms,
     notes_on_averages,
     repeated_terms,
+    reported,
     scaled_alone,
     scales,
     wrong_ones,
@@ -288,7 +290,7 @@ def judged(
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
         if not found:
-            found += parted_by_closure(there)
+            found += parted_by_closure(there) or reported(there, output)
         unseen, of_unseen = parted_unseen(there)
         found += unseen
         notes += of_unseen
@@ -388,6 +390,7 @@ def _judged_step(
     context: Context, number: int, notes: list[str], following: Sequence[Segment], followed: list[int]
 ) -> list[Finding]:
     segment, again, truth = context.segment, context.again, context.truth
+    label_losses(context)
     lost = {
         f"step {number}, rank {at}: {each.what} ({context.place(at, each.site)})"
         for at, rank in enumerate(again.ranks)

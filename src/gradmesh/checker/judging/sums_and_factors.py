@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from gradmesh.checker.judging.parameters import (
     ratio_of,
     tolerance,
 )
-from gradmesh.checker.trace import Op, Root, Scaled, Sent, Tape, is_mean, refs
+from gradmesh.checker.trace import Op, ProgramInput, Root, Scaled, Sent, Tape, is_mean, refs
 
 _NEAR = 5e-3
 
@@ -752,3 +755,130 @@ def _mean_of(
             return None
         number = taken[0]
     return None
+
+
+# ---- what is printed
+
+
+def label_losses(context: Context) -> None:
+    """Note which ranks repeat a loss, of the same data, and which losses are means."""
+    ranks = range(len(context.tapes))
+    data = [
+        [e.value for e in context.events(rank) if isinstance(e, ProgramInput) and not (e.leaf or e.name)]
+        for rank in ranks
+    ]
+    for rank in ranks:
+        means = _means_of(context, rank)
+        for root in (event for event in context.events(rank) if isinstance(event, Root)):
+            root.copies = context.truth.classes[rank]
+            root.alike = tuple(
+                other for other in root.copies if data[rank] and _same(data[other], data[rank])
+            )
+            root.mean = means[0][0] if len(means) == 1 and means[0][3] and abs(means[0][1] - 1) < 1e-6 else 0
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True)
+    )
+
+
+class _Summed(NamedTuple):
+    """A sum of one number over ranks, apart from gradients, and the loss before it, on one rank."""
+
+    event: Sent
+    loss: Root | None
+
+
+def reported(tapes: Sequence[Tape], output: Sequence[str]) -> list[Finding]:
+    """GM112: A sum over ranks that is printed, where one process has the number itself or the mean."""
+    columns = [column for printed in output for column in _columns(printed)]
+    each = [_summed(tape) for tape in tapes]
+    for key, first in each[0].items():
+        group = first[0].event.group
+        sums = [each[rank].get(key, []) for rank in group]
+        if len({len(own) for own in sums}) > 1 or len(group) < 2:
+            continue
+        rows = list(zip(*sums, strict=True))
+        whys = {_repeated(row, group) for row in rows}
+        if len(whys) > 1 or not (why := whys.pop()):
+            continue
+        given = [[row.event.given or 0.0 for row in each] for each in rows]
+        for texts, line in columns:
+            if _show(texts, [sum(numbers) for numbers in given]):
+                said = (
+                    f'"{line}" is printed, where {texts[0]} is the sum over {len(group)} ranks of '
+                    f"{listed([f'{x:.6g}' for x in given[0]])}: {why.format(n=len(group))}"
+                )
+                place = with_text(tapes[0].places, first[0].event.site)
+                return [finding("GM112", said, place, None, group)]
+    return []
+
+
+def _summed(tape: Tape) -> dict[tuple[str, Place | None], list[_Summed]]:
+    """The sums of one number of a rank, by their group and line."""
+    found: dict[tuple[str, Place | None], list[_Summed]] = {}
+    loss: Root | None = None
+    for event in tape.events:
+        if isinstance(event, Root):
+            loss = event
+        elif isinstance(event, Sent) and event.given and math.isfinite(event.given):
+            key = event.name, with_text(tape.places, event.site)
+            found.setdefault(key, []).append(_Summed(event, loss))
+    return found
+
+
+def _repeated(row: Sequence[_Summed], group: Sequence[int]) -> str:
+    """What is wrong with a sum as what one process gives, in words; "" for nothing."""
+    losses = [each.loss for each in row if each.loss is not None]
+    if len(losses) < len(row):
+        return ""
+    given = [each.event.given or 0.0 for each in row]
+    own = all(abs(x - float(loss.value)) <= 1e-6 * abs(x) for x, loss in zip(given, losses, strict=True))
+    if len(set(given)) == 1 and all(set(group) <= {*(loss.copies if own else loss.alike)} for loss in losses):
+        same = "loss" if own else "data"
+        return f"these ranks have the same {same}, so it is {{n}} times what one process gives"
+    if (
+        own
+        and len({loss.mean for loss in losses}) == 1
+        and losses[0].mean
+        and all(len(loss.copies) == 1 for loss in losses)
+    ):
+        return "each is the mean over a rank's own data, so it is {n} times the mean over all data"
+    return ""
+
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.]*\w)")
+
+
+def _columns(printed: str) -> Iterator[tuple[list[str], str]]:
+    """The numbers that lines have at one place, where the lines are alike but for numbers; with the first line."""
+    rows: dict[str, list[tuple[list[str], str]]] = {}
+    for line in printed.splitlines():
+        if numbers := _NUMBER.findall(line):
+            rows.setdefault(_NUMBER.sub("#", line), []).append((numbers, line.strip()))
+    for alike in rows.values():
+        for column in zip(*(numbers for numbers, _ in alike), strict=True):
+            yield list(column), alike[0][1]
+
+
+def _show(texts: Sequence[str], totals: Sequence[float]) -> bool:
+    """Whether numbers as they are printed are these, or their sums so far; whole ones on two lines at least."""
+    if all(total == int(total) for total in totals):  # the lines behind those that were seen go on alike
+        each = {*totals}
+        steps = [float(text) for text in texts]
+        return (
+            len(steps) > 1
+            and totals[0] >= 10
+            and len(each) == 1
+            and ({*steps} == each or steps == [totals[0] * n for n in range(1, len(steps) + 1)])
+        )
+    pairs = list(zip(texts, totals, strict=False))
+    return len(pairs) > 0 and all(_shows(text, total) for text, total in pairs)
+
+
+def _shows(text: str, value: float) -> bool:
+    """Whether a printed number is a value, rounded as it is printed, with more than three digits."""
+    digits = len(text.partition(".")[2])
+    near = abs(float(text) - value) <= 0.51 * 10.0**-digits + 1e-6 * abs(value)
+    return near and "e" not in text.lower() and len(text.replace(".", "").lstrip("-+0")) > 3
