@@ -864,7 +864,9 @@ def _columns(printed: str) -> Iterator[tuple[list[str], str]]:
 
 def _show(texts: Sequence[str], totals: Sequence[float]) -> bool:
     """Whether numbers as they are printed are these, or their sums so far; whole ones on two lines at least."""
-    if all(total == int(total) for total in totals):  # the lines behind those that were seen continue in the same way
+    if all(
+        total == int(total) for total in totals
+    ):  # the lines behind those that were seen continue in the same way
         each = {*totals}
         steps = [float(text) for text in texts]
         return (
