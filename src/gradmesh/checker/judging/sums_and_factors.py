@@ -602,7 +602,7 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
                 factor = 1 / value if name.startswith("div") else value
                 net *= factor
                 total = any(abs(n * each - 1) <= 1e-6 for n in (factor, net) for each in totals if each > 1)
-                if total or (whole and _counts_all(1 / net, made.get(taken[0]), context, rank, ranks)):
+                if total or (whole and _counts_all(1 / net, taken[0], made, context, rank, ranks)):
                     line, by_number, divided = op.site, not total, context.tensor(rank, taken[0])
                 taken_back = taken_back or abs(factor - ranks) < 1e-9
             elif name in ("add", "add_", "sub", "sub_", "rsub") and line < 0 and not taken_back:
@@ -613,11 +613,16 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
     return found
 
 
-def _counts_all(value: float, inner: Op | None, context: Context, rank: int, ranks: int) -> bool:
+def _counts_all(
+    value: float, number: int, made: Mapping[int, Op], context: Context, rank: int, ranks: int
+) -> bool:
     if value in (0.0, 1.0):
         return False
     if abs(value - ranks) < 1e-6:
         return True
+    inner = made.get(number)
+    while inner is not None and inner.name in ("aten.neg.default", "aten.mul.Tensor") and len(refs(inner)) == 1:
+        inner = made.get(refs(inner)[0])
     if inner is None or "sum" not in inner.name.split(".")[1]:
         return False
     summed = context.tensor(rank, refs(inner)[0])
