@@ -13,7 +13,7 @@ from tests.scripts.running import Derivative
 from tools import scripts
 
 RULES = {
-    *(f"GM{number}" for number in range(101, 112)),
+    *(f"GM{number}" for number in range(101, 113)),
     *(f"GM{number}" for number in range(201, 210)),
     *(f"GM{number}" for number in (301, 302, 303, 304, 401, 402, 403, 501)),
 }

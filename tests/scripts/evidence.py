@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations, pairwise
 
 import torch
@@ -51,6 +52,7 @@ UNDIFFERENTIATED = {
     "local_steps_of_masters": "an optimizer of copies, and bfloat16",
     "functional_sgd": "steps without an optimizer",
     "norm_of_heads": "sharded parameters that have no names",
+    "tokens_counted_once": "sharded parameters that have no names",
     "norm_of_a_tied_table": "stages with other parameters on each rank",
     "private_gradients": "gradients by torch.func, clipped by sample",
     "gradients_of_the_step_before": "gradients of an earlier loss by intention",
@@ -177,6 +179,12 @@ def shown(script: Script) -> str | None:
         assert script.twin is not None
         losses = [p.ranks[0].losses[0] for p in (played, play(SCRIPTS[script.twin]))]
         return "another value than the twin's" if abs(losses[0] - losses[1]) > 1e-3 else None
+    if rule == "GM112":
+        assert script.twin is not None
+        printed = [p.ranks[0].printed.splitlines()[0] for p in (played, play(SCRIPTS[script.twin]))]
+        numbers = [[float(text) for text in re.findall(r"-?\d+\.?\d*", line)] for line in printed]
+        ratios = {round(a / b, 3) for a, b in zip(*numbers, strict=True) if a != b}
+        return f"prints {script.ranks} times the twin's" if ratios == {script.ranks} else None
     if rule == "GM109":
         ratio = ratio_to_twin(script, played)
         return (

@@ -621,7 +621,9 @@ def _counts_all(
     if abs(value - ranks) < 1e-6:
         return True
     inner = made.get(number)
-    while inner is not None and inner.name in ("aten.neg.default", "aten.mul.Tensor") and len(refs(inner)) == 1:
+    while (
+        inner is not None and inner.name in ("aten.neg.default", "aten.mul.Tensor") and len(refs(inner)) == 1
+    ):
         inner = made.get(refs(inner)[0])
     if inner is None or "sum" not in inner.name.split(".")[1]:
         return False
@@ -868,18 +870,13 @@ def _columns(printed: str) -> Iterator[tuple[list[str], str]]:
 
 
 def _show(texts: Sequence[str], totals: Sequence[float]) -> bool:
-    """Whether numbers as they are printed are these, or their sums so far; whole ones on two lines at least."""
+    """Whether numbers as they are printed are these; whole ones may be added up from line to line."""
     if all(
         total == int(total) for total in totals
     ):  # the lines behind those that were seen continue in the same way
-        each = {*totals}
-        steps = [float(text) for text in texts]
-        return (
-            len(steps) > 1
-            and totals[0] >= 10
-            and len(each) == 1
-            and ({*steps} == each or steps == [totals[0] * n for n in range(1, len(steps) + 1)])
-        )
+        steps, first = [float(text) for text in texts], totals[0]
+        alike = {*steps} == {first} or steps == [first * n for n in range(1, len(steps) + 1)]
+        return alike and {*totals} == {first} and first >= 10
     pairs = list(zip(texts, totals, strict=False))
     return len(pairs) > 0 and all(_shows(text, total) for text, total in pairs)
 
