@@ -871,9 +871,7 @@ def _columns(printed: str) -> Iterator[tuple[list[str], str]]:
 
 def _show(texts: Sequence[str], totals: Sequence[float]) -> bool:
     """Whether numbers as they are printed are these; whole ones may be added up from line to line."""
-    if all(
-        total == int(total) for total in totals
-    ):  # the lines behind those that were seen continue in the same way
+    if all(map(float.is_integer, totals)):
         steps, first = [float(text) for text in texts], totals[0]
         alike = {*steps} == {first} or steps == [first * n for n in range(1, len(steps) + 1)]
         return alike and {*totals} == {first} and first >= 10
