@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def net():
+def net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 11))
 
 
-def batch(generator):
+def batch(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     tokens = torch.randint(0, 11, (4, 9), generator=generator)
     return (
         tokens[:, :-1],
@@ -21,7 +21,7 @@ def batch(generator):
     )
 
 
-def main():
+def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

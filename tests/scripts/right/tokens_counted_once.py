@@ -1,6 +1,8 @@
 # about: tensor parallel ranks have the same tokens, and the count that is summed over them is divided by their number
 # ranks: 2
 # expect: none
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,22 +10,22 @@ from torch import nn
 
 class Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
         dist.all_reduce(x)
         return x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
-def batch(generator):
+def batch(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     tokens = torch.randint(0, 11, (4, 9), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def main():
+def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

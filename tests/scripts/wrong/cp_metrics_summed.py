@@ -2,6 +2,8 @@
 # ranks: 2
 # expect: GM112
 # twin: cp_metrics_of_one_group
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,26 +11,26 @@ from torch import nn
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 1)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone()
 
 
-def net():
+def net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 11))
 
 
-def batch(generator):
+def batch(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     tokens = torch.randint(0, 11, (4, 9), generator=generator)
     return tokens[:, :-1], tokens[:, 1:], torch.randn(4, 1, generator=generator)
 
 
-def main():
+def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
