@@ -97,8 +97,8 @@ def of_count(
             "2 times the mean",
         ),
         ("tensor", of_loss(), "these ranks have the same loss, so it is 2 times what one process gives"),
-        ("tensor", of_count(), "these ranks have the same data, so it is 2 times what one process gives"),
-        ("tensor", of_count(taken="0", text="print(f'step {step}: {count.item()} rows')"), "the same data"),
+        ("tensor", of_count(), "these ranks have the same labels, so it is 2 times what one process gives"),
+        ("tensor", of_count(taken="0", text="print(f'step {step}: {count.item()} rows')"), "the same labels"),
     ],
 )
 def test_printed_sums_are_warned_of_with_the_line_that_is_printed(
@@ -127,12 +127,26 @@ def test_printed_sums_are_warned_of_with_the_line_that_is_printed(
         ("tensor", of_loss("print('loss', round(shown.item() / world, 5))"), MEAN),
         ("tensor", of_count(taken="count.item() // world"), MEAN),
         ("tensor", of_count(counted="labels.numel() * 2 * rank"), MEAN),
+        ("tensor", of_count(counted="up.numel() + down.numel()"), MEAN),  # of this rank's part of the model
+        ("tensor", of_count(taken="count.item() // world", text="print('rows', seen, 'of', 20)"), MEAN),
+        ("data", of_loss("print(shown.item() / world, 'of the sum', shown.item())"), MEAN),
+        ("data", of_loss("print('# 5 rows'), print('5 5 rows')"), MEAN),
     ],
 )
 def test_what_one_process_would_print_too_is_not_warned_of(
     parallel: str, report: str, loss: str, tmp_path: Path
 ) -> None:
     assert not checked(tmp_path, parallel=parallel, report=report, loss=loss).findings
+
+
+def test_sparse_data_are_judged_as_before(tmp_path: Path) -> None:
+    loss = "torch.sparse.mm(torch.eye(10).to_sparse(), x @ up.T).square().mean() + (0 * down).sum()"
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(parallel="'tensor'", report=of_loss(), loss=loss, rows="10")
+    script.write_text(
+        text.replace(".chunk(world)[rank]", "").replace(".randn(10, 6)", ".randn(10, 6) * (1 + rank)")
+    )
+    assert [each.rule.id for each in check_script(Target(str(script)), ranks=2, steps=2).errors] == ["GM101"]
 
 
 def drawn(seed: int) -> Iterator[tuple[str, str, bool]]:

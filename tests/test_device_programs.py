@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
 from tests import contract, device_programs
 from tests import simulated_device as sd
-from tests.device_programs import LAYERS, VERBS
+from tests.device_programs import LAYERS, VERBS, leaf
 
 pytestmark = pytest.mark.device
 Simulated = Callable[[int], Callable[..., list[Any]]]
@@ -117,6 +118,34 @@ def test_late_kernels_change_no_value(simulated: Simulated) -> None:
 @pytest.mark.parametrize("second_order", [False, True])
 def test_late_kernels_change_no_value_of_any_program(second_order: bool, simulated: Simulated) -> None:
     compared([*VERBS, *LAYERS], simulated(2), 0.002, second_order)
+
+
+def of_both_devices(first: str) -> list[Tensor]:
+    """Ordered calls of operands on the CPU and on the device in turn, one of them under vmap, in a checkpoint too."""
+    x = leaf(4, 3)
+    y = leaf(4, 3, seed=1).detach().cpu().requires_grad_()
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "vmap": torch.func.vmap(lambda row: gm.all_reduce(row, dst=gm.R).sin()),
+        "plain": lambda z: gm.shift(z).sin(),
+        "checkpoint": lambda z: checkpoint(lambda t: gm.shift(gm.shift(t).sin()), z, use_reentrant=False),
+    }
+    with gm.ordered():
+        made = [calls[first](z) for z in (y, x, y * 2, x * 2)]
+        total = sum((1 + gm.rank()) * (z**2).sum().to(x.device) for z in made)
+        gm.backward(total)
+    assert x.grad is not None
+    assert y.grad is not None
+    return [x.grad.cpu(), y.grad]
+
+
+@pytest.mark.parametrize("first", ["vmap", "plain", "checkpoint"])
+def test_ordered_calls_may_change_devices(first: str, simulated: Simulated) -> None:
+    on_device, on_cpu = (
+        simulated(2)(of_both_devices, first),
+        simulated(2)(of_both_devices, first, default=False),
+    )
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 # ---- dtypes

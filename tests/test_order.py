@@ -636,3 +636,18 @@ def test_two_threads_of_a_process_have_separate_chains(
     processes: Callable[[int], Callable[..., list[Any]]],
 ) -> None:
     assert processes(2)(two_trainings, 20) == [["right", "right"]] * 2
+
+
+def without_values() -> tuple[int, ...]:
+    a = torch.ones(3, device="meta", requires_grad=True)
+    with gm.ordered():
+        y = checkpoint(
+            lambda x: gm.all_reduce(gm.all_reduce(x, dst=gm.R).sin(), dst=gm.R), a, use_reentrant=False
+        )
+        gm.backward(y.sum())
+    assert a.grad is not None
+    return tuple(a.grad.shape)
+
+
+def test_meta_tensors_in_a_checkpoint_have_gradients_without_values(threads: Threads) -> None:
+    assert threads(2)(without_values) == [(3,), (3,)]

@@ -31,7 +31,14 @@ from gradmesh._torch import (
 )
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.autograd.pending import AsyncCollective, finish_ordered, finished, start_ordered, started
-from gradmesh.autograd.rule import apply_ordered, apply_unordered, compiled_ordered, grad_token, on_device_of
+from gradmesh.autograd.rule import (
+    apply_ordered,
+    apply_unordered,
+    compiled_ordered,
+    grad_token,
+    on_device_of,
+    token_device,
+)
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
@@ -96,14 +103,14 @@ class Order:
             y, self._token = run(self._next(op, x))
             return y
         self.refuse_reentrant(op)
-        return run(_spare_token(x.device) if saves_for_a_checkpoint() else None)[0]
+        return run(_spare_token(token_device(x)) if saves_for_a_checkpoint() else None)[0]
 
     def begin(self, op: LinearOp, x: Tensor) -> AsyncCollective:
         """Start an async collective as the next ordered op."""
         if not self.here:
             self.refuse_reentrant(op)
             return (
-                start_ordered(op, x, _spare_token(x.device))[0]
+                start_ordered(op, x, _spare_token(token_device(x)))[0]
                 if saves_for_a_checkpoint()
                 else started(op, x)
             )
@@ -116,7 +123,7 @@ class Order:
         if not made.call.ordered or made.ticket is None:
             return finished(made)
         if not self.here:
-            return finish_ordered(made, None, _spare_token(made.ticket.device))[0]
+            return finish_ordered(made, None, _spare_token(token_device(made.ticket)))[0]
         if made not in self._begun:
             self._refuse_after_join(made.op)
         self._begun.remove(made)
@@ -138,7 +145,7 @@ class Order:
         if saves_for_a_checkpoint():
             recompute_in(_second_pass)
         if self._token is None:
-            self._root = self._token = grad_token(x)
+            self._root = self._token = grad_token(token_device(x))
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
@@ -159,7 +166,7 @@ class Order:
         self.refuse_reentrant(op)
         if not saves_for_a_checkpoint():  # a collective in a hook is not ordered
             return apply_unordered(op, x)
-        return apply_ordered(op, x, _spare_token(x.device))[0]
+        return apply_ordered(op, x, _spare_token(token_device(x)))[0]
 
     def refuse_reentrant(self, op: Op) -> None:
         """Raise in a reentrant checkpoint, where a collective has no graph and only some ranks recompute it."""
@@ -182,13 +189,13 @@ class Order:
             tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device=device)
             if not self.here:
                 if self._opened_in == _NEVER:
-                    apply_ordered(tie, nothing, _spare_token(device))
+                    apply_ordered(tie, nothing, _spare_token(token_device(nothing)))
                 return
             recompute_in(_second_pass)
             if self._joined:
                 return
             if self._token is None:
-                self._root = self._token = grad_token(nothing)
+                self._root = self._token = grad_token(token_device(nothing))
             _, self._token = apply_ordered(tie, nothing, self._token)
 
     def _refuse_after_join(self, op: Op) -> NoReturn:

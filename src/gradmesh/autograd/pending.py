@@ -51,7 +51,7 @@ from gradmesh.autograd.rule import (
     recorded,
     refuse_dropped,
     token_of,
-    zero_on,
+    zero_for,
 )
 from gradmesh.dims import known_names, with_names
 from gradmesh.errors import OrderError, message, refused_wait
@@ -174,12 +174,12 @@ class _StartNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         made.start(x)
-        ctx.made, following = made, zero_on(token.device)
+        ctx.made, following = made, zero_for(token)
         ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
         # On the operand's device: autograd runs the nodes of a device on one thread, in the reverse order of forward.
         # This node on another thread would let other work be queued before the next adjoint is started.
-        return zero_on(x.device), following
+        return zero_for(x), following
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -210,7 +210,7 @@ class _WaitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         y = made.result()
-        ctx.made, following = made, zero_on(token.device)
+        ctx.made, following = made, zero_for(token)
         ctx.op, ctx.call = made.op, made.call  # where the node of a synchronous call has them
         ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
         ctx.save_for_backward(token if made.call.ordered else following)
@@ -227,7 +227,7 @@ class _WaitNode(torch.autograd.Function):
         if grad is None or grad.layout is not torch.strided:
             grad = dense_gradient(ctx, grad)
         recording, at_once = torch.is_grad_enabled(), is_legacy_batched(grad) or transforms_active()
-        ticket = zero_on(grad.device)
+        ticket = zero_for(grad)
         if not made.call.ordered:
             call = CallRecord(BACKWARD, made.call, ZERO_GRAD if nothing else 0)
             token = token_of(ctx) if recording else None

@@ -243,9 +243,14 @@ def dense_gradient(ctx: Any, grad: Tensor | None) -> Tensor:
     return torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device) if grad is None else grad.to_dense()
 
 
-def grad_token(x: Tensor | None = None) -> Tensor:
-    """A token that requires grad, so that the op that takes it runs its backward even if its operand `x` does not."""
-    return torch.zeros(1, device="cpu" if x is None or x.is_meta else x.device, requires_grad=True)
+def grad_token(device: torch.device | str = "cpu") -> Tensor:
+    """A token that requires grad, so that the op that takes it runs its backward even if its operand does not."""
+    return torch.zeros(1, device=device, requires_grad=True)
+
+
+def token_device(x: Tensor) -> torch.device:
+    """The device of the token that goes with an operand."""
+    return torch.device("cpu") if x.is_meta or is_fake(x) else x.device
 
 
 _GRAD_TOKEN = outside_modes(grad_token)
@@ -257,28 +262,35 @@ def on_device_of(x: Tensor, token: Tensor) -> Tensor:
 
     Autograd runs a node on the thread of its gradients' device; two threads may not recompute a checkpoint at once.
     """
-    if x.device == token.device or x.is_meta or is_fake(x):
+    device = token_device(x)
+    if device == token.device or is_fake(token) or is_fake(x):
         return token
-    moved: Tensor = _Moved.apply(token, x.device)  # type: ignore[no-untyped-call]
+    moved: Tensor = _Moved.apply(token, device)  # type: ignore[no-untyped-call]
     return moved
 
 
 class _Moved(torch.autograd.Function):
     """A token on another device, without a copy, for which the host would wait."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, token: Tensor, device: torch.device) -> Tensor:
-        ctx.device = token.device
-        return zero_on(device)
+    def forward(token: Tensor, device: torch.device) -> Tensor:
+        return zero_for(token, device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, torch.device], output: Tensor) -> None:  # noqa: ARG004
+        ctx.device = inputs[0].device
 
     @staticmethod
     def backward(ctx: Any, following: Tensor) -> tuple[Tensor, None]:
         return _Moved.apply(following, ctx.device), None  # type: ignore[no-untyped-call]
 
 
-def zero_on(device: torch.device) -> Tensor:
-    """A zero; on a device without a kernel for each."""
-    return torch.zeros(1, device="cpu") if device.type == "cpu" else _zero(device).detach()
+def zero_for(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """A zero on the device of a tensor, or on another; without a kernel for each, and fake beside a fake tensor."""
+    device = device or x.device
+    return torch.zeros(1, device=device) if device.type == "cpu" or is_fake(x) else _zero(device).detach()
 
 
 @functools.cache
@@ -469,7 +481,7 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own = type(op) is Traced or type(op) is _FinishedCall
         y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
-        output = y, zero_on(token.device)
+        output = y, zero_for(token)
         _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 

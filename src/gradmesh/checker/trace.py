@@ -246,7 +246,7 @@ class Root:
         passed_on: whether that came from another rank, which has the loss.
         held: the parameters, by name, where the rank has not stepped.
         copies: the ranks that have the same loss,
-        alike: those of them that have the same data too, and
+        counts: how many labels there are, where these ranks have the same ones, and
         mean: over how many entries it is a mean; 0: none. These are known where the step was judged.
     """
 
@@ -257,7 +257,7 @@ class Root:
     site: int
     held: dict[str, Tensor] = field(default_factory=dict)
     copies: tuple[int, ...] = ()
-    alike: tuple[int, ...] = ()
+    counts: frozenset[int] = frozenset()
     mean: int = 0
 
 

@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -43,7 +44,6 @@ from gradmesh.launch.hang_detector import MainThread, Probe
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome, group_timeout
 from gradmesh.launch.output import OutputPipes
 from gradmesh.launch.pickling import Origin, dumps, dumps_result
-from gradmesh.runtime.mesh import choose_gpu
 from gradmesh.runtime.state import run_to_end
 
 
@@ -347,10 +347,10 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
     rank = int(os.environ["RANK"])
     if os.environ["OMP_NUM_THREADS"].isdigit():  # torch without OpenMP ignores the variable
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    size = int(os.environ["WORLD_SIZE"])
     try:
         if "nccl" in backend:
-            choose_gpu()
-        size = int(os.environ["WORLD_SIZE"])
+            _choose_gpu(rank, size)
         join_only(store, size)
         dist.init_process_group(
             backend, store=join(store, size), rank=rank, world_size=size, timeout=group_timeout(timeout)
@@ -376,6 +376,19 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
             return
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _choose_gpu(rank: int, size: int) -> None:
+    """Select the rank's GPU; ranks that are more than the GPUs share them.
+
+    NCCL refuses two ranks on one GPU of a host, so each is a host of its own to it, and sends through sockets.
+    """
+    gpus = max(1, torch.cuda.device_count())
+    torch.cuda.set_device(rank % gpus)
+    if size > gpus:
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        text = f"{size} ranks share {gpus} GPU(s): NCCL sends through sockets, for tests alone"
+        warnings.warn(text, stacklevel=2)
 
 
 def _set_up_output() -> None:

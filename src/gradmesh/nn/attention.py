@@ -36,7 +36,7 @@ from gradmesh._torch import (
     transforms_active,
 )
 from gradmesh.autograd.pending import AsyncCollective, runs_async, started
-from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token, zero_on
+from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token, zero_for
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.inputs import check_own_size
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
@@ -613,7 +613,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> tuple[Tensor, ...]:
         ctx.ring, ctx.call, out, lse = result
-        following = zero_on(token.device)
+        following = zero_for(token)
         ctx.save_for_backward(token if ctx.call.ordered else following, q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse, following

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import math
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -38,8 +37,7 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     Args:
         backend: a torch.distributed backend; by default `shm` for CPU tensors if all ranks are on this host (as
             LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), `mpi4py` under MPI, otherwise `gloo`. With a GPU, by
-            default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK;
-            ranks that are more than the GPUs share them, for tests.
+            default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
         timeout: seconds that a collective waits for the other ranks. Pass a longer one if a rank may compute for longer
             while others wait for it.
 
@@ -74,7 +72,7 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     if mpi.launched():
         store, rank, size = mpi.rendezvous(limit)
         if cuda:
-            choose_gpu()
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         chosen = backend or ("cpu:gloo,cuda:nccl" if cuda else "mpi4py")
         dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=limit)
         return
@@ -97,23 +95,8 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
             )
         )
     if cuda and "nccl" in backend:
-        choose_gpu()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group(backend, timeout=limit)
-
-
-def choose_gpu() -> None:
-    """Select the GPU of LOCAL_RANK; ranks that are more than the GPUs of their host share them.
-
-    NCCL refuses two ranks on one GPU of a host, so each is a host of its own to it, and sends through sockets.
-    """
-    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max(1, torch.cuda.device_count())
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    if ranks > gpus and "NCCL_HOSTID" not in os.environ:
-        os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
-        text = (
-            f"{ranks} ranks share the {gpus} GPU(s) of this host: NCCL sends through sockets, for tests alone"
-        )
-        warnings.warn(text, stacklevel=3)
 
 
 def _on_one_host() -> bool:

@@ -380,7 +380,10 @@ def _step(
         try:
             context.got = gotten(segment, again, truth, scales(tapes, segment), notes)
             see(context)
-            return _judged_step(context, number, notes, following, followed)
+            found = _judged_step(context, number, notes, following, followed)
+            if not found:
+                label_losses(context)
+            return found
         except Exception as error:
             notes.append(f"not analysed: step {number} ({type(error).__name__}: {first_line(error)})")
             return []
@@ -390,7 +393,6 @@ def _judged_step(
     context: Context, number: int, notes: list[str], following: Sequence[Segment], followed: list[int]
 ) -> list[Finding]:
     segment, again, truth = context.segment, context.again, context.truth
-    label_losses(context)
     lost = {
         f"step {number}, rank {at}: {each.what} ({context.place(at, each.site)})"
         for at, rank in enumerate(again.ranks)

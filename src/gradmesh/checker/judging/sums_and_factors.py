@@ -768,25 +768,34 @@ def _mean_of(
 
 
 def label_losses(context: Context) -> None:
-    """Note which ranks repeat a loss, of the same data, and which losses are means."""
+    """Note which ranks repeat a loss, how many labels they have in common, and which losses are means."""
     ranks = range(len(context.tapes))
-    data = [
-        [e.value for e in context.events(rank) if isinstance(e, ProgramInput) and not (e.leaf or e.name)]
+    means = [_means_of(context, rank) for rank in ranks]
+    averaged = abs(context.expected * context.truth.different - 1) < _NEAR
+    places = {
+        context.place(rank, mean[0][2]) if mean else None for rank, mean in zip(ranks, means, strict=True)
+    }
+    labels = [
+        [
+            e.value
+            for e in context.events(rank)
+            if isinstance(e, ProgramInput) and e.value.dtype == torch.int64
+        ]
         for rank in ranks
     ]
     for rank in ranks:
-        means = _means_of(context, rank)
+        copies, mean = context.truth.classes[rank], means[rank]
+        same = all(_same(labels[other], labels[rank]) for other in copies)
+        whole = averaged and len(places) == 1 and len(mean) == 1 and mean[0][3] and abs(mean[0][1] - 1) < 1e-6
         for root in (event for event in context.events(rank) if isinstance(event, Root)):
-            root.copies = context.truth.classes[rank]
-            root.alike = tuple(
-                other for other in root.copies if data[rank] and _same(data[other], data[rank])
-            )
-            root.mean = means[0][0] if len(means) == 1 and means[0][3] and abs(means[0][1] - 1) < 1e-6 else 0
+            root.copies, root.mean = copies, mean[0][0] if whole else 0
+            root.counts = frozenset(x.numel() for x in labels[rank]) if same else frozenset()
 
 
 def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(
-        x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True)
+        x is y or (x.layout == y.layout == torch.strided and x.shape == y.shape and torch.equal(x, y))
+        for x, y in zip(a, b, strict=True)
     )
 
 
@@ -811,8 +820,13 @@ def reported(tapes: Sequence[Tape], output: Sequence[str]) -> list[Finding]:
         if len(whys) > 1 or not (why := whys.pop()):
             continue
         given = [[row.event.given or 0.0 for row in each] for each in rows]
-        for texts, line in columns:
-            if _show(texts, [sum(numbers) for numbers in given]):
+        mean = sum(given[0]) / len(group)
+        for texts, numbers, line in columns:
+            # Where the mean is printed beside it, or it is one of several numbers alike, it is meant.
+            beside = [float(text) for text in numbers if text is not texts[0]]
+            if _show(texts, [sum(numbers) for numbers in given]) and not any(
+                abs(x - mean) <= 1e-3 * abs(mean) for x in beside
+            ):
                 said = (
                     f'"{line}" is printed, where {texts[0]} is the sum over {len(group)} ranks of '
                     f"{listed([f'{x:.6g}' for x in given[0]])}: {why.format(n=len(group))}"
@@ -842,15 +856,13 @@ def _repeated(row: Sequence[_Summed], group: Sequence[int]) -> str:
         return ""
     given = [each.event.given or 0.0 for each in row]
     own = all(abs(x - float(loss.value)) <= 1e-6 * abs(x) for x, loss in zip(given, losses, strict=True))
-    if len(set(given)) == 1 and all(set(group) <= {*(loss.copies if own else loss.alike)} for loss in losses):
-        same = "loss" if own else "data"
-        return f"these ranks have the same {same}, so it is {{n}} times what one process gives"
-    if (
-        own
-        and len({loss.mean for loss in losses}) == 1
-        and losses[0].mean
-        and all(len(loss.copies) == 1 for loss in losses)
-    ):
+    if len(set(given)) == 1 and all(set(group) <= {*loss.copies} for loss in losses):
+        if own:
+            return "these ranks have the same loss, so it is {n} times what one process gives"
+        if all(given[0] in loss.counts for loss in losses):
+            return "these ranks have the same labels, so it is {n} times what one process gives"
+    means = {loss.mean for loss in losses}
+    if own and len(means) == 1 and means.pop() > 1 and all(len(loss.copies) == 1 for loss in losses):
         return "each is the mean over a rank's own data, so it is {n} times the mean over all data"
     return ""
 
@@ -858,15 +870,15 @@ def _repeated(row: Sequence[_Summed], group: Sequence[int]) -> str:
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.]*\w)")
 
 
-def _columns(printed: str) -> Iterator[tuple[list[str], str]]:
-    """The numbers that lines have at one place, where the lines are alike but for numbers; with the first line."""
-    rows: dict[str, list[tuple[list[str], str]]] = {}
+def _columns(printed: str) -> Iterator[tuple[list[str], list[str], str]]:
+    """The numbers that lines have at one place, where the lines are alike but for numbers; with the first line's."""
+    rows: dict[tuple[str, ...], list[tuple[list[str], str]]] = {}
     for line in printed.splitlines():
         if numbers := _NUMBER.findall(line):
-            rows.setdefault(_NUMBER.sub("#", line), []).append((numbers, line.strip()))
+            rows.setdefault(tuple(_NUMBER.split(line)), []).append((numbers, line.strip()))
     for alike in rows.values():
         for column in zip(*(numbers for numbers, _ in alike), strict=True):
-            yield list(column), alike[0][1]
+            yield list(column), alike[0][0], alike[0][1]
 
 
 def _show(texts: Sequence[str], totals: Sequence[float]) -> bool:
