@@ -76,6 +76,19 @@ def test_a_communication_hook_that_comes_to_the_mean_is_not_noted(
     assert notes(tmp_path, register=REGISTER, divide=divide, loss=loss) == []
 
 
+def test_gradients_of_some_parameters_that_are_halved_are_noted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(divide="pass", register="", rows="6", loss=MEAN)
+    text = text.replace("    optimizer.step()", "    model.module.bias.grad /= 2\n    optimizer.step()")
+    script.write_text(text)
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings
+    [note] = verdict.notes
+    line = text.splitlines().index("    model.module.bias.grad /= 2") + 1
+    assert "the gradients of bias, and not those of the others, are multiplied by 0.5" in note
+    assert f"train.py:{line}" in note
+
+
 def warned(folder: Path, **changes: str) -> str:
     """The text of the one warning."""
     verdict = checked(folder, **changes)

@@ -89,7 +89,8 @@ def check_command(
         if not as_json:
             print(f"{counted(len(verdict.findings), 'finding')} written to {write_baseline}")
         return 0
-    return FOUND if shown.errors else 0
+    unchecked = verdict.followed == 0 and not verdict.findings
+    return FOUND if shown.errors else NOT_RUN if unchecked else 0
 
 
 def _first_lines(seen: list[list[Line]]) -> Callable[[Context], None]:

@@ -39,6 +39,7 @@ from gradmesh.checker.judging.sums_and_factors import (
     means_of_means,
     miscounted_norms,
     notes_on_averages,
+    notes_on_scaled,
     repeated_terms,
     reported,
     scaled_alone,
@@ -457,7 +458,7 @@ def _judged_step(
             or overwritten_steps(context, following)
         )
         found += repeated_terms(context) or means_of_means(context)
-        notes.extend(notes_on_averages(context))
+        notes.extend(notes_on_averages(context) + notes_on_scaled(context))
     changed: dict[str, list[str]] = {}
     first = first_not_finite(context) if any(got.kind == "infinite" for got in context.got) else None
     where = f": {first[2]} at {context.place(*first[:2])}, on rank {first[0]}" if first else ""

@@ -679,6 +679,24 @@ def notes_on_averages(context: Context) -> list[str]:
     ]
 
 
+def notes_on_scaled(context: Context) -> list[str]:
+    """Gradients of some parameters alone that are divided as for a mean, where no sum is the program's own."""
+    part, ranks = context.segment.parts[0], len(context.tapes)
+    if any(isinstance(event, Sent) and is_sum(event) for event in part):
+        return []
+    held = {param.name for step in context.segment.steps[0] for param in step.params}
+    names: dict[tuple[int, float], list[str]] = {}
+    for event in part:
+        if isinstance(event, Scaled) and not event.loss and is_mean(event.factor, ranks):
+            names.setdefault((event.site, event.factor), []).append(event.name)
+    return [
+        f"the gradients of {listed(own)}, and not those of the others, are multiplied by {factor:.4g} at "
+        f"{context.place(0, site)}: it is taken as meant"
+        for (site, factor), own in names.items()
+        if held - {*own}
+    ]
+
+
 def means_of_means(context: Context) -> list[Finding]:
     """GM111: Means over different numbers of entries, on ranks or micro-batches, that count alike."""
     ranks = range(len(context.tapes))
