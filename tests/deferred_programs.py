@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -31,6 +32,7 @@ __all__ = [
     "refused_call",
     "returned_early",
     "right",
+    "sizes_beside_a_call",
     "stepped",
     "steps_elsewhere",
     "traffic",
@@ -344,3 +346,19 @@ def random_program(seed: int, fault: str, size: int) -> tuple[Outcome, list[list
         program([False])
         return ("", "", 0.0, True), gradients
     return outcome(program), gradients
+
+
+def sizes_beside_a_call() -> str:
+    """Rank 0 waits for a call on the device, and rank 1 for sizes, which are exchanged on the CPU before its call."""
+    x = torch.ones(2 + gm.rank())
+    gm.all_reduce(x[:1], dst=gm.R)
+    try:
+        if gm.rank() == 0:
+            with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted
+                gm.all_reduce(x, dst=gm.R).cpu()
+            gm.all_reduce(x, dst=gm.R)
+        else:
+            gm.all_gather(x, sizes="auto")
+    except gm.GradmeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

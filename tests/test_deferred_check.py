@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -241,6 +242,24 @@ def test_on_a_device_calls_are_compared_by_default_before_a_step(name: str) -> N
         assert "rank 0: " in text
         assert "rank 1: " in text
         assert not text.startswith(mismatches.STEPPED)
+
+
+@pytest.mark.device
+@pytest.mark.processes
+def test_a_rank_that_waits_for_sizes_is_seen_by_those_that_wait_for_it() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    for text in gm.launch(on_device, 2, backend=sd.POOL, args=(programs.sizes_beside_a_call,), timeout=60):
+        assert text.startswith("DeadlockError: "), text
+        assert "rank 0: waits for rank 1 in call 2, all_reduce(dst=gm.R)" in text
+        assert "rank 1: has made 1 calls" in text
+
+
+def on_device(program: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end
+        sd.on_device(lambda: found.append(program()))
+    return found[0]
 
 
 @pytest.mark.processes

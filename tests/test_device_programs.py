@@ -131,8 +131,7 @@ def of_both_devices(first: str) -> list[Tensor]:
     }
     with gm.ordered():
         made = [calls[first](z) for z in (y, x, y * 2, x * 2)]
-        total = sum((1 + gm.rank()) * (z**2).sum().to(x.device) for z in made)
-        gm.backward(total)
+        gm.backward(torch.stack([(1 + gm.rank()) * (z**2).sum().to(x.device) for z in made]).sum())
     assert x.grad is not None
     assert y.grad is not None
     return [x.grad.cpu(), y.grad]

@@ -112,6 +112,9 @@ class Suspects(Protocol):
 class DeferredCheck(Protocol):
     """The comparison of calls after they were made; see `gradmesh.transport.deferred_check`."""
 
+    def at_once(self, group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+        """The block makes a call that is compared at once."""
+
     def flush(self) -> None:
         """Wait until the calls that this rank has made were compared."""
 

@@ -57,7 +57,8 @@ import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,6 +269,8 @@ class Checker:
         self.logs: dict[str, Log] = {}
         self.threads: set[int] = {threading.get_ident()}
         self.closed = False
+        self._at_once: tuple[str, int, list[int]] | None = None
+        self._met: Counter[str] = Counter()
         self.returned = 0
         if threads.rank_locals() is None:
             self.threads.add(threading.main_thread().ident or 0)
@@ -314,12 +317,23 @@ class Checker:
         deadline = time.monotonic() + _STILL + _ANSWER
         with self._changed:
             if not any(log.entries for log in self.logs.values()):
+                self._raised = self.error is not None
                 return self.error
             self._post()
             while self.error is None and not self.off and not self.closed and time.monotonic() < deadline:
                 self._changed.wait(_TICK)
             self._raised = self.error is not None
         return self.error
+
+    @contextlib.contextmanager
+    def at_once(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """The block makes a call of CPU tensors, which is compared at once, and in which this rank may wait."""
+        self._met[group.group_name] += 1
+        self._at_once = group.group_name, self._met[group.group_name], dist.get_process_group_ranks(group)
+        try:
+            yield
+        finally:
+            self._at_once = None
 
     def finish(self) -> None:
         """Compare the last calls of a function of the rank that has returned.
@@ -500,7 +514,8 @@ class Checker:
                 return
             with self._lock:
                 before, made = made, sum(log.made for log in self.logs.values())
-                waits = made == before and (any(log.entries for log in self.logs.values()) or self._stepping)
+                at_once, pending = self._at_once, any(log.entries for log in self.logs.values())
+                waits = made == before and (pending or self._stepping or at_once is not None)
                 if waits or now - posted >= _SELDOM:
                     self._post()
                     posted = now
@@ -509,7 +524,7 @@ class Checker:
                 still.moved()
             if blocked != still.reported:
                 still.reported = blocked
-                connection.send({"blocked": blocked})
+                connection.send({"blocked": blocked, "at_once": at_once})
 
     def _post(self, *, step: bool = False) -> None:
         """Send the digests of new calls, and that an optimizer is about to step; called with the lock."""
@@ -705,6 +720,7 @@ class _Peer:
     Attributes:
         connection: its connection; None: it has ended.
         blocked: since when it is blocked, by `time.monotonic`; None: it is not.
+        at_once: where it is blocked, the group, number and ranks of a call that compares at once; None: in none.
         launched: how many functions had been launched when it last posted calls.
         returned: how many had been launched when the last one that has returned was; 0: none has.
         ended: how it has ended; "": it runs.
@@ -714,6 +730,7 @@ class _Peer:
 
     connection: _Connection | None = None
     blocked: float | None = None
+    at_once: list[Any] | None = None
     launched: int = 0
     returned: int = 0
     ended: str = ""
@@ -943,6 +960,7 @@ class Hub:
                 self._posted(rank, said["post"], blob)
             elif "blocked" in said:
                 self._peers[rank].blocked = time.monotonic() if said["blocked"] else None
+                self._peers[rank].at_once = said["at_once"]
             elif "returned" in said:
                 self._peers[rank].returned = said["returned"]
             elif "words" in said:
@@ -1107,22 +1125,23 @@ class Hub:
         if not waits:
             return
         # The ranks that can go on: those that run, and those that wait only for ranks that can go on.
-        stuck = set(waits)
+        needs = {rank: {other for late in found.values() for other in late} for rank, found in waits.items()}
+        for rank in blocked:
+            if (call := self._peers[rank].at_once) is not None:
+                others = {other for other in call[2] if self._peers[other].at_once != call} - {rank}
+                needs[rank] = needs.get(rank, set()) | others
+        stuck = {rank for rank, others in needs.items() if others}
         while True:
             freed = {
                 rank
                 for rank in stuck
-                if not any(
-                    other in stuck or self._has_ended(other, rank)
-                    for late in waits[rank].values()
-                    for other in late
-                )
+                if not any(other in stuck or self._has_ended(other, rank) for other in needs[rank])
             }
             if not freed:
                 break
             stuck -= freed
-        if stuck:
-            self._hang({rank: waits[rank] for rank in stuck}, "ranks wait for calls that no rank will make")
+        if ends := {rank: late for rank, late in waits.items() if rank in stuck}:
+            self._hang(ends, "ranks wait for calls that no rank will make")
             return
         limit = HANG.value()
         overdue = {
