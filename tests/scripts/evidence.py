@@ -53,6 +53,7 @@ UNDIFFERENTIATED = {
     "functional_sgd": "steps without an optimizer",
     "norm_of_heads": "sharded parameters that have no names",
     "tokens_counted_once": "sharded parameters that have no names",
+    "tower_with_copy": "shards that two ranks have each",
     "norm_of_a_tied_table": "stages with other parameters on each rank",
     "private_gradients": "gradients by torch.func, clipped by sample",
     "gradients_of_the_step_before": "gradients of an earlier loss by intention",

@@ -287,6 +287,7 @@ def _functions(context: Context, wrong: Sequence[Got], *, of_invariants: bool = 
         if got.kind == "apart"
         and ratio_of(torch.stack(got.got).sum(0), got.true, tolerance(got.parts[0].param.value)) is not None
     }
+    right = [got for got in context.got if got.kind == "right" and got not in wrong]
     for calls in _matched(context):
         if of_invariants and not all(call.invariant for call in calls.values()):
             continue
@@ -302,6 +303,11 @@ def _functions(context: Context, wrong: Sequence[Got], *, of_invariants: bool = 
         )
         if not names or not ins:
             continue
+        factor = left.parts if left.parts is not None else left.whole
+        if factor is not None and any(
+            upstream(context, _ins(context, r, c), right) for r, c in calls.items()
+        ):
+            continue  # a factor that is taken back, as by an average: gradients that come through it are right
         if left.parts is not None and left.parts < 1 and unsummed.issuperset(names):
             continue  # it divides, as for a mean; what is missing is a sum behind it, over the copies of the shards
         if (call.name, call.site) in found:
@@ -319,8 +325,7 @@ def _functions(context: Context, wrong: Sequence[Got], *, of_invariants: bool = 
         said = _said(call, law, arrived, names)
         rule = "GM105" if law else "GM104"
         if call.ours:  # it does what it says; the program wants another
-            ratio = left.parts if left.parts is not None else left.whole
-            rule = "GM102" if ratio is not None and ratio > 1 else "GM103"
+            rule = "GM102" if factor is not None and factor > 1 else "GM103"
         remedy = _OF_VERBS if call.name.startswith("gm.") else ""
         made = finding(rule, said, place, inside, list(calls), call.name, remedy)
         back = _returned(context, calls, of_met=_is_one(arrived.parts)) if rule == "GM104" else None

@@ -120,7 +120,7 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
     odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
     odd = odd and _counts(context, context.expected)
     root = context.place(0, context.root_site(0)) or _first_root(context)
-    if right and odd:
+    if right and odd and not any(got.kind == "apart" for got in wrong):
         divided = division(context)
         at = divided[0] if divided else root
         times = context.expected
