@@ -192,7 +192,14 @@ class Pools:
             )
         if not self._on_device:
             return pool.run(on_rank, source(program))
-        outcomes = pool.run(on_device, source(program), self._delay)
+        try:
+            outcomes = pool.run(on_device, source(program), self._delay)
+        except gm.RankError as error:
+            found = error.__cause__
+            if not isinstance(found, gm.MismatchError | gm.DeadlockError):
+                raise
+            self.end(program.ranks)  # at the end of the function, where the last calls are compared
+            return [_failure(found)] * program.ranks
         if any(isinstance(one, Failure) for one in outcomes):
             self.end(program.ranks)  # a deferred error ends the use of the groups
         return outcomes
