@@ -44,8 +44,8 @@ def page(data: dict[str, Any]) -> str:
         ]
     parts.append(
         "The findings with their lines and all times are in [models.json](reports/models.json). Repeat it with "
-        "`python -m tools.models`, one release with `--releases 5.24.0`, some cells with `--only olmoe ep`. A finding as "
-        "it can be reported, with a script of 35 lines: [the router under expert parallelism](models/olmoe-ep.md)."
+        "`python -m tools.models`, one release with `--releases 5.24.0`, some cells with `--only olmoe ep`. A finding "
+        "as it can be reported, with a script of 35 lines: [the router under expert parallelism](models/olmoe-ep.md)."
     )
     return "\n\n".join([*parts, END]) + "\n"
 

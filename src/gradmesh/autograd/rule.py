@@ -481,7 +481,7 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own = type(op) is Traced or type(op) is _FinishedCall
         y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
-        output = y, zero_for(token)
+        output = y, torch.zeros_like(token) if token.is_cpu else zero_for(token)
         _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 

@@ -613,7 +613,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> tuple[Tensor, ...]:
         ctx.ring, ctx.call, out, lse = result
-        following = zero_for(token)
+        following = torch.zeros_like(token) if token.is_cpu else zero_for(token)
         ctx.save_for_backward(token if ctx.call.ordered else following, q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse, following
