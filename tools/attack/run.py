@@ -172,6 +172,8 @@ class Pools:
         self._on_device = backend in (DEVICE, GPU)
         if backend == GPU:
             os.environ["GRADMESH_TEST_DEVICE"] = GPU
+        if self._on_device:  # a rank that waits for its device may be busy, for all that the others know
+            os.environ.setdefault("GRADMESH_HANG", "8")
         self._patience = patience
         self._delay = delay
         self._pools: dict[int, gm.Ranks] = {}
