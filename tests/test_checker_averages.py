@@ -8,6 +8,7 @@ import pytest
 
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script
+from tests.scripts import WRONG
 
 pytestmark = pytest.mark.processes
 
@@ -175,3 +176,16 @@ def test_a_term_divided_by_a_count_over_all_ranks_is_named(tmp_path: Path) -> No
     [error] = checked(tmp_path, loss=BESIDE.format(mean=MEAN, count="count")).errors
     assert error.rule.id == "GM109"
     assert not notes(tmp_path, loss=BESIDE.format(mean=MEAN, count="(count / world)"))
+
+
+def test_a_missing_sum_is_named_before_a_factor_that_the_other_gradients_have_in_common(
+    tmp_path: Path,
+) -> None:
+    text = WRONG["tower_without_copy"].path.read_text()
+    summed = "        grad = grad.contiguous().clone()\n        dist.all_reduce(grad, group=ctx.group)\n"
+    assert summed in text
+    script = tmp_path / "train.py"
+    script.write_text(text.replace(summed, ""))  # so that DDP's mean halves the others
+    [found] = check_script(Target(str(script)), ranks=4, steps=2).errors
+    assert found.rule.id == "GM101"
+    assert "every gradient" not in found.message

@@ -149,6 +149,15 @@ def test_sparse_data_are_judged_as_before(tmp_path: Path) -> None:
     assert [each.rule.id for each in check_script(Target(str(script)), ranks=2, steps=2).errors] == ["GM101"]
 
 
+def test_a_sum_of_a_number_without_a_value_is_not_read(tmp_path: Path) -> None:
+    loss = f"(functional.all_reduce(torch.empty(1, device='meta'), 'sum', dist.group.WORLD), {MEAN})[1]"
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(parallel="'data'", report="pass", loss=loss, rows="10")
+    script.write_text("import torch.distributed._functional_collectives as functional\n" + text)
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert (verdict.status, verdict.findings) == ("complete", ())
+
+
 def drawn(seed: int) -> Iterator[tuple[str, str, bool]]:
     """Kinds of parallelism, what is printed, and whether that is twice what one process prints."""
     draws = random.Random(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode
 
 import gradmesh as gm
+from gradmesh.launch import process_ranks
 from tests import gpu_programs
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -83,6 +86,23 @@ def test_a_kernel_that_waits_for_a_rank_is_ended_and_every_rank_raises(
 def test_scaled_gradients_are_those_of_one_process_on_a_cpu(threads: Ranks) -> None:
     for errors in threads(2)(gpu_programs.scaled, "cpu"):
         assert max(errors) < 2e-2, errors
+
+
+@pytest.mark.parametrize(
+    ("rank", "gpus", "host"), [(1, 2, None), (1, 1, "rank 1"), (3, 2, "rank 3"), (0, 1, "rank 0")]
+)
+def test_ranks_that_are_more_than_the_gpus_share_them_as_hosts_of_their_own(
+    rank: int, gpus: int, host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("NCCL_HOSTID", "that of a rank which has launched these")
+    monkeypatch.delenv("NCCL_HOSTID")
+    said: Any = pytest.warns(UserWarning, match="share 1 GPU") if rank == 0 else contextlib.nullcontext()
+    with said:
+        process_ranks._choose_gpu(rank, 2 if rank < 2 else 4)
+    assert (chosen, os.environ.get("NCCL_HOSTID")) == ([rank % gpus], host)
 
 
 def under_the_sanitizer() -> bool:

@@ -120,14 +120,15 @@ class Order:
 
     def end(self, made: AsyncCollective) -> Tensor:
         """Wait for an async collective, as the next ordered op."""
-        if not made.call.ordered or made.ticket is None:
+        if not made.call.ordered:
             return finished(made)
+        ticket: Any = made.ticket
         if not self.here:
-            return finish_ordered(made, None, _spare_token(token_device(made.ticket)))[0]
+            return finish_ordered(made, None, _spare_token(token_device(ticket)))[0]
         if made not in self._begun:
             self._refuse_after_join(made.op)
         self._begun.remove(made)
-        y, self._token = finish_ordered(made, None, self._next(made.op, made.ticket))
+        y, self._token = finish_ordered(made, None, self._next(made.op, ticket))
         return y
 
     def _next(self, op: Op, x: Tensor) -> Tensor:

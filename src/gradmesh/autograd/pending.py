@@ -153,9 +153,8 @@ def start_ordered(
 
 def finish_ordered(made: AsyncCollective, ticket: Tensor | None, token: Tensor) -> tuple[Tensor, Tensor]:
     """Wait for its result, as another ordered op."""
-    ticket = made.ticket if ticket is None else ticket
-    assert ticket is not None
-    return _wait(made, ticket, on_device_of(ticket, token))
+    linked: Any = made.ticket if ticket is None else ticket
+    return _wait(made, linked, on_device_of(linked, token))
 
 
 def _start_now(made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -1012,8 +1012,9 @@ class Recorder(Numbering, DispatchMode):
         event.shapes = [tuple(x.shape) for x in call.ins or call.outs or []]
         event.gradients = [self.gradients.name_at(x) or "" for x in call.ins]
         event.rounded = any(x.dtype.itemsize <= 2 for x in call.ins)
-        if phase != "backward" and call.reduce == "sum" and len(call.ins) == 1 and call.ins[0].numel() == 1:
-            event.given = float(call.ins[0].real)
+        if phase != "backward" and call.reduce == "sum" and [x.numel() for x in call.ins] == [1]:
+            x = call.ins[0]
+            event.given = None if x.is_meta or is_fake(x) else float(x.real)
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )

@@ -387,8 +387,9 @@ def _choose_gpu(rank: int, size: int) -> None:
     torch.cuda.set_device(rank % gpus)
     if size > gpus:
         os.environ["NCCL_HOSTID"] = f"rank {rank}"
-        text = f"{size} ranks share {gpus} GPU(s): NCCL sends through sockets, for tests alone"
-        warnings.warn(text, stacklevel=2)
+        if rank == 0:
+            text = f"{size} ranks share {gpus} GPU(s): NCCL sends through sockets, for tests alone"
+            warnings.warn(text, stacklevel=2)
 
 
 def _set_up_output() -> None:

@@ -25,7 +25,7 @@ A message is a JSON object, recognised by the key that only it has, and bytes. A
     token      first of all: its `rank`, and the ranks that it knows to be `gone`
     post       logs with new calls (name, first call, number of calls, members; the digests follow as bytes);
                whether it waits to `step`; how many functions were `launched`
-    blocked    whether it is blocked, when that changes
+    blocked    whether it is blocked, when that changes, and the call that it is in if that is compared `at_once`
     words      the answer to `ask`: each call as text, `where` its threads are, the `ends` of its connections
     returned   how many launched functions have returned
     bye        how it ends, last of all

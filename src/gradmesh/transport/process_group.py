@@ -64,7 +64,7 @@ _GREETING = 120
 _NOTHING = -1
 """The length where no message follows, because the sender aborted."""
 
-_ALONE = contextlib.nullcontext()
+_UNWATCHED = contextlib.nullcontext()
 
 _OUTSTANDING = 256
 """Pending sends from which a thread waits for them, on backends whose work objects cannot be polled."""
@@ -453,7 +453,7 @@ class TorchGroup(GroupTransport):
         if fill is not None:
             fill(sent[:, _HEAD:])
         got, group, deferred = torch.empty_like(sent), self.axis.group, rank_state().deferred_check
-        with failed_ranks_named(self.axis), _ALONE if deferred is None else deferred.at_once(group):
+        with failed_ranks_named(self.axis), _UNWATCHED if deferred is None else deferred.at_once(group):
             dist.all_to_all_single(got, sent, group=group)
         heads, too_long = zip(*got[:, :_HEAD].view(torch.int64).tolist(), strict=True)
         return list(heads), None if any(too_long) else got[:, _HEAD:]

@@ -120,7 +120,9 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
     odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
     odd = odd and _counts(context, context.expected)
     root = context.place(0, context.root_site(0)) or _first_root(context)
-    if right and odd and not any(got.kind == "apart" for got in wrong):
+    if right and odd and any(got.kind == "apart" for got in wrong):
+        wrong = [got for got in wrong if got.kind != "right"]  # the factor shows when the sums are there
+    elif right and odd:
         divided = division(context)
         at = divided[0] if divided else root
         times = context.expected
