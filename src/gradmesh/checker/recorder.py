@@ -1013,8 +1013,7 @@ class Recorder(Numbering, DispatchMode):
         event.gradients = [self.gradients.name_at(x) or "" for x in call.ins]
         event.rounded = any(x.dtype.itemsize <= 2 for x in call.ins)
         if phase != "backward" and call.reduce == "sum" and [x.numel() for x in call.ins] == [1]:
-            x = call.ins[0]
-            event.given = None if x.is_meta or is_fake(x) else float(x.real)
+            event.given = None if call.ins[0].is_meta or is_fake(call.ins[0]) else float(call.ins[0].real)
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )

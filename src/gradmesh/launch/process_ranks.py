@@ -388,8 +388,9 @@ def _choose_gpu(rank: int, size: int) -> None:
     if size > gpus:
         os.environ["NCCL_HOSTID"] = f"rank {rank}"
         if rank == 0:
-            text = f"{size} ranks share {gpus} GPU(s): NCCL sends through sockets, for tests alone"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(
+                f"{size} ranks share {gpus} GPU(s): NCCL sends through sockets, for tests", stacklevel=2
+            )
 
 
 def _set_up_output() -> None:

@@ -622,10 +622,8 @@ def _counts_all(
         return False
     if abs(value - ranks) < 1e-6:
         return True
-    inner = made.get(number)
-    while (
-        inner is not None and inner.name in ("aten.neg.default", "aten.mul.Tensor") and len(refs(inner)) == 1
-    ):
+    inner, signs = made.get(number), ("aten.neg.default", "aten.mul.Tensor")
+    while inner is not None and inner.name in signs and len(refs(inner)) == 1:
         inner = made.get(refs(inner)[0])
     if inner is None or "sum" not in inner.name.split(".")[1]:
         return False
