@@ -343,10 +343,12 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
     def as_shape(x: Any) -> Any:
         if isinstance(x, Tensor):
             if not is_simulated(x):
-                return x.to("meta")
+                return _meta_of_cpu(op, x)
             if id(x) not in shapes:
                 shapes[id(x)] = x, _meta(x)
             return shapes[id(x)][1]
+        if isinstance(x, torch.Generator) and x.device.type != NAME:
+            raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{x.device.type}'")
         return _META if isinstance(x, torch.device) else x
 
     with torch.no_grad():
@@ -381,6 +383,18 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
 
 
 _META = torch.device("meta")
+
+
+def _meta_of_cpu(op: Any, x: Tensor) -> Tensor:
+    """The shape of a CPU operand, where CUDA takes one: a number, or positions of rows, which it copies at once."""
+    if op._opname in _INDEXED:
+        if x.dtype != torch.bool:
+            core().synchronize_here("copy to device")
+    elif x.ndim:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu! (in {op})"
+        )
+    return x.to("meta")
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -868,6 +868,7 @@ class Hub:
         self._ranks: dict[_Connection, int | None] = {}
         self._groups: dict[str, _Group] = {}
         self._questions: dict[int, _Question] = {}
+        self._ends: dict[int, list[list[str]]] = {}
         self._asked = 0
         self._noticed: set[str] = set()
         self._agreed: dict[int, dict[str, int]] = {}
@@ -964,6 +965,7 @@ class Hub:
             elif "returned" in said:
                 self._peers[rank].returned = said["returned"]
             elif "words" in said:
+                self._ends[rank] = said["ends"]
                 question = self._questions.get(said["number"])
                 if question is not None:
                     question.answers[rank] = said
@@ -1016,9 +1018,19 @@ class Hub:
     def _ask(
         self, asked: dict[int, list[tuple[str, int]]], then: Callable[[dict[int, Message]], None]
     ) -> None:
-        """Have ranks describe calls; `then` gets the answers of those that gave one."""
+        """Have ranks describe calls; `then` gets the answers of those that gave one.
+
+        The ranks of all their groups are asked too, if only for the ends of their connections: one that fails because of
+        one group may wait in another.
+        """
         self._asked += 1
-        reached = {rank: calls for rank, calls in asked.items() if self._runs(rank)}
+        near: dict[int, list[tuple[str, int]]] = {
+            other: []
+            for group in self._groups.values()
+            if not asked.keys().isdisjoint(group.members)
+            for other in group.members
+        }
+        reached = {rank: calls for rank, calls in {**near, **asked}.items() if self._runs(rank)}
         self._questions[self._asked] = _Question(reached, then)
         for rank, calls in reached.items():
             self._send(rank, {"ask": calls, "number": self._asked})
@@ -1047,7 +1059,7 @@ class Hub:
                 else f"a call that is not known: {self._how(rank)}"
                 for place, rank in enumerate(group.members)
             ]
-            self._fail(group.members, answers, {"mismatch": [name, index], "words": words, "flags": flags})
+            self._fail(group.members, {"mismatch": [name, index], "words": words, "flags": flags})
 
         self._ask({rank: [(name, index)] for rank in group.members}, then)
 
@@ -1065,9 +1077,9 @@ class Hub:
         peer, other = self._peers.get(rank), self._peers[waits]
         return peer is not None and (bool(peer.ended) or 0 < peer.returned >= other.launched)
 
-    def _fail(self, ranks: Iterable[int], answers: dict[int, Message], said: Message) -> None:
-        """Send ranks their error, with the ends of the connections between all of them."""
-        ends = [end for answer in answers.values() for end in answer["ends"]]
+    def _fail(self, ranks: Iterable[int], said: Message) -> None:
+        """Send ranks their error, with the ends of the connections of all ranks that have been asked."""
+        ends = [end for each in self._ends.values() for end in each]
         for rank in ranks:
             self._send(rank, {**said, "ends": ends})
 
@@ -1157,7 +1169,7 @@ class Hub:
             self._notice(long)
 
     def _table(
-        self, waits: dict[int, dict[str, list[int]]], then: Callable[[str, list[str], Any], None]
+        self, waits: dict[int, dict[str, list[int]]], then: Callable[[str, list[str]], None]
     ) -> None:
         """Describe where ranks wait and where the ranks are that they wait for."""
         asked: dict[int, list[tuple[str, int]]] = {}
@@ -1185,7 +1197,7 @@ class Hub:
                     else:
                         last = f", the last one {words}" if words else ""
                         lines.append(f"rank {rank}: has made {index + 1} calls{last}{at}")
-            then(axis, lines, answers)
+            then(axis, lines)
 
         self._ask(asked, answered)
 
@@ -1195,8 +1207,8 @@ class Hub:
             self._groups[name].failed = True
         ranks = sorted({*waits, *(rank for name in names for rank in self._groups[name].members)})
 
-        def then(axis: str, lines: list[str], answers: dict[int, Message]) -> None:
-            self._fail(ranks, answers, {"hang": problem, "axis": axis, "words": lines})
+        def then(axis: str, lines: list[str]) -> None:
+            self._fail(ranks, {"hang": problem, "axis": axis, "words": lines})
 
         self._table(waits, then)
 
@@ -1207,7 +1219,7 @@ class Hub:
             return
         self._noticed.add(key)
 
-        def then(_: str, lines: list[str], __: object) -> None:
+        def then(_: str, lines: list[str]) -> None:
             text = message(
                 "ranks wait for a rank that makes no call",
                 op="check",
