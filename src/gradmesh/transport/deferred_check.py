@@ -1140,7 +1140,8 @@ class Hub:
         needs = {rank: {other for late in found.values() for other in late} for rank, found in waits.items()}
         for rank in blocked:
             if (call := self._peers[rank].at_once) is not None:
-                others = {other for other in call[2] if self._peers[other].at_once != call} - {rank}
+                met = {other for other, peer in self._peers.items() if peer.at_once == call}
+                others = {*call[2]} - {rank} - met
                 needs[rank] = needs.get(rank, set()) | others
         stuck = {rank for rank, others in needs.items() if others}
         while True:
