@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,6 +146,57 @@ def test_ordered_calls_may_change_devices(first: str, simulated: Simulated) -> N
     )
     for got, expected in zip(on_device, on_cpu, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+# ---- second derivatives
+
+
+def counted_on(rank: int) -> None:
+    """Have the thread that runs backward on the device number more nodes on one rank."""
+    x = leaf(2)
+    for _ in range(200 * (gm.rank() == rank)):
+        torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+
+
+def twice_through_a_checkpoint(rank: int) -> list[Tensor]:
+    def region(x: Tensor) -> Tensor:
+        weights = torch.arange(3, dtype=torch.float64)  # on the default device, when it is recomputed too
+        return gm.all_gather((gm.shift(x).sin() * weights).exp()).sin()
+
+    counted_on(rank)
+    x, scale = leaf(4, 3), 1 + gm.rank()
+    with gm.ordered():
+        first = checkpoint(region, x, use_reentrant=False)
+        second = checkpoint(region, x * x, use_reentrant=False)
+        (grad,) = gm.grad((first**2).sum() * scale + second.sum(), x, create_graph=True)
+        again = gm.shift(grad) * first[:4] if gm.rank() else gm.shift(grad)
+        gm.backward((again**2).sum() * scale + (second.sum() if gm.rank() else 0))
+    assert x.grad is not None
+    return [grad.detach().cpu(), x.grad.cpu()]
+
+
+def twice(rank: int, on_this_thread: bool) -> list[Tensor]:
+    counted_on(rank)
+    x = leaf(4, 3)
+    with torch.autograd.set_multithreading_enabled(not on_this_thread):
+        (own,) = torch.autograd.grad((gm.all_gather(x).sin() ** 2).sum(), x, create_graph=True)
+        y = gm.shift((own * x).sin())
+        (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        loss = (1 + gm.rank()) * ((grad**2).sum() + (gm.scan(x) ** 2).sum() + (own**2).sum())
+        loss.backward()
+    assert x.grad is not None
+    return [grad.detach().cpu(), x.grad.cpu()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_second_derivatives_do_not_depend_on_what_a_rank_has_done_before(
+    rank: int, simulated: Simulated
+) -> None:
+    for program in (twice_through_a_checkpoint, functools.partial(twice, on_this_thread=True)):
+        on_device = simulated(2)(program, rank)
+        on_cpu = simulated(2)(program, rank, default=False)
+        for got, expected in zip(on_device, on_cpu, strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 # ---- dtypes

@@ -27,9 +27,11 @@ import torch, gradmesh as gm
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+HERE = torch.get_default_device()  # which a thread of autograd does not know
+
 def leaf(seed, shape, dtype=torch.float64, grad=True):
     data = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed), device="cpu")
-    return (0.7 * data).to(torch.get_default_device()).requires_grad_(grad)
+    return (0.7 * data).to(HERE).requires_grad_(grad)
 
 def lay_out():
     gm.mesh(rows=2, cols=2)

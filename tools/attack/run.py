@@ -122,7 +122,9 @@ def on_device(text: str, delay: float) -> Outcome:
     found: list[Outcome] = []
 
     def run() -> None:
-        found.append(on_rank(text))
+        # A second derivative outside of `ordered()` may be refused otherwise: docs/gpus.md says so.
+        with torch.autograd.set_multithreading_enabled("create_graph=True" not in text):
+            found.append(on_rank(text))
         if isinstance(found[0], Failure):
             ended = threading.Thread(target=_settled, daemon=True)
             ended.start()

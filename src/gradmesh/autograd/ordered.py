@@ -326,9 +326,13 @@ class Order:
         """Reset for further collectives after a backward pass, also after one that failed.
 
         With create_graph=True the order continues through the backward pass; with retain_graph=True it is kept.
+
+        The pass runs on the calling thread for every device: autograd's order depends on numbers that each thread counts,
+        and a device's thread may have counted otherwise on another rank. Checkpoints see this thread's default device.
         """
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         except BaseException:
             self._root = self._token = None
             self._begun.clear()

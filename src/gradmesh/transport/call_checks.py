@@ -230,6 +230,10 @@ _ORDERED = (
     "run forward and backward inside `with gradmesh.ordered():`, and end the block with gradmesh.backward(loss) on "
     "every rank: it runs the backward of every call in the same order, also where the loss does not use the result"
 )
+_ON_ONE_THREAD = (
+    "for second derivatives on a device, run every backward in `with torch.autograd.set_multithreading_enabled(False):`, "
+    "since each thread numbers its nodes, also for what one rank alone did before; where the ranks' losses differ, "
+)
 _OUTSIDE = (
     "use every result of that autograd.Function on every rank (loss + 0 * y.sum()), or call the collective outside of "
     "it, inside `with gradmesh.ordered():`; for torch.utils.checkpoint pass use_reentrant=False"
@@ -555,13 +559,14 @@ class OpCallCheck(CallCheck):
                 self._verify(flags)
             except MismatchError as error:
                 return error
-        return self.refusal(words)
+        return self.refusal(words, deferred=True)
 
-    def refusal(self, words: list[str]) -> Exception:
+    def refusal(self, words: list[str], deferred: bool = False) -> Exception:
         """One table: what each rank called, where, and the remedy."""
         if any(f", {BACKWARD} call " in said for said in words):
             expected = "the backward of the same call on every rank, in the same order"
-            remedy = _ORDERED
+            twice = deferred and any(said.count(f", {BACKWARD} call ") > 1 for said in words)
+            remedy = (_ON_ONE_THREAD if twice else "") + _ORDERED
         elif 0 < sum(_DEFERRED_CALL in said for said in words) < len(words):
             expected = "the same number of micro-batches on every rank"
             remedy = (
