@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh.errors import CheckWarning
 from gradmesh.transport import deferred_check
+from tests import simulated_device as sd
 from tools import mismatches
 
 __all__ = [
@@ -346,6 +348,41 @@ def random_program(seed: int, fault: str, size: int) -> tuple[Outcome, list[list
         program([False])
         return ("", "", 0.0, True), gradients
     return outcome(program), gradients
+
+
+def sizes_of_a_late_rank() -> list[str]:
+    """Rank 0 waits for the sizes of rank 2, which has made no call yet, after a call that rank 1 makes as late."""
+    with gm.use_mesh(sd.grid(rows=2, cols=2)), warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        x = torch.ones(2)
+        if gm.rank("rows") == 1 or gm.rank("cols") == 1:
+            time.sleep(3)
+        if gm.rank("rows") == 0:
+            gm.all_reduce(x, "cols", dst=gm.R)
+        if gm.rank("cols") == 0:
+            gm.all_gather(x, "rows", sizes="auto")
+    return [str(each.message) for each in heard if issubclass(each.category, CheckWarning)]
+
+
+def mismatch_beside_a_wait() -> tuple[str, bool]:
+    """Rank 2 waits for rank 0, which is busy, and then makes another call than rank 3."""
+    started = time.monotonic()
+    with gm.use_mesh(sd.grid(rows=2, cols=2)):
+        x = torch.ones(2)
+        gm.all_reduce(x, "rows", dst=gm.R)
+        row, col = gm.rank("rows"), gm.rank("cols")
+        if row == 0:
+            time.sleep(12)
+            return "", True
+        try:
+            y = gm.all_reduce(x, "rows", dst=gm.R) if col == 0 else x
+            gm.all_reduce(x, "cols", dst=gm.R) if col == 0 else gm.scan(x, "cols")
+            with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted
+                y.cpu()
+            gm.all_reduce(x, "cols", dst=gm.R)
+        except gm.GradmeshError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - started < 10
+    return "", False
 
 
 def sizes_beside_a_call() -> str:

@@ -255,6 +255,28 @@ def test_a_rank_that_waits_for_sizes_is_seen_by_those_that_wait_for_it() -> None
         assert "rank 1: has made 1 calls" in text
 
 
+@pytest.mark.device
+@pytest.mark.processes
+def test_a_rank_may_wait_for_the_sizes_of_one_that_has_made_no_call() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    args = (programs.sizes_of_a_late_rank,)
+    assert gm.launch(on_device, 4, backend=sd.POOL, args=args, timeout=60) == [[], [], [], []]
+
+
+@pytest.mark.device
+@pytest.mark.processes
+def test_a_mismatch_ends_the_waits_in_other_groups() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    *_, (waits, soon), (other, _) = gm.launch(
+        on_device, 4, backend=sd.POOL, args=(programs.mismatch_beside_a_wait,), timeout=60
+    )
+    assert waits.startswith("MismatchError: ")
+    assert other.startswith("MismatchError: ")
+    assert soon
+
+
 def on_device(program: Callable[[], Any]) -> Any:
     found: list[Any] = []
     with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end

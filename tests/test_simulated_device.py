@@ -141,6 +141,30 @@ def failing_kernel() -> str:
     return str(caught.value)
 
 
+def operands_of_the_cpu() -> list[str]:
+    x, own = torch.ones(3), torch.ones(3, device="cpu")
+    refused = [
+        lambda: x + own,
+        lambda: torch.cat([x, own]),
+        lambda: x.index_select(0, torch.tensor([1], device="cpu")),
+        lambda: x.normal_(generator=torch.Generator()),
+    ]
+    said = []
+    for call in refused:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        said.append(str(caught.value))
+    assert (x * torch.tensor(2.0, device="cpu"))[torch.tensor([1], device="cpu")].tolist() == [2.0]
+    return said
+
+
+@pytest.mark.skipif(sd.ON_CUDA, reason="is about the simulated device alone")
+def test_operands_of_the_cpu_are_refused_as_on_a_gpu(simulated: Simulated) -> None:
+    *tensors, generator = simulated(1)(operands_of_the_cpu)[0]
+    assert all("same device" in text for text in tensors)
+    assert "device type for generator" in generator
+
+
 def test_the_error_of_a_kernel_is_raised_when_the_host_waits(simulated: Simulated) -> None:
     assert "out of bounds" in simulated(1)(failing_kernel)[0]
 

@@ -392,7 +392,7 @@ def _meta_of_cpu(op: Any, x: Tensor) -> Tensor:
             core().synchronize_here("copy to device")
     elif x.ndim:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu! (in {op})"
+            f"Expected all tensors to be on the same device, but found {NAME}:0 and cpu! (in {op})"
         )
     return x.to("meta")
 

@@ -110,7 +110,9 @@ def literal(key: str, value: Any) -> str:
     if key == "send_rows":
         return (
             "{"
-            + ", ".join(f"{to}: torch.tensor({list(rows)}, dtype=torch.int64, device=HERE)" for to, rows in value)
+            + ", ".join(
+                f"{to}: torch.tensor({list(rows)}, dtype=torch.int64, device=HERE)" for to, rows in value
+            )
             + "}"
         )
     return repr(dict(value)) if key == "receive_counts" else repr(value)

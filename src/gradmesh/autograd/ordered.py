@@ -327,8 +327,8 @@ class Order:
 
         With create_graph=True the order continues through the backward pass; with retain_graph=True it is kept.
 
-        The pass runs on the calling thread for every device: autograd's order depends on numbers that each thread counts,
-        and a device's thread may have counted otherwise on another rank. Checkpoints see this thread's default device.
+        The pass runs on the calling thread for every device: autograd's order depends on numbers that each thread
+        counts, and a device's thread may have counted otherwise on another rank.
         """
         try:
             with torch.autograd.set_multithreading_enabled(False):

@@ -231,8 +231,9 @@ _ORDERED = (
     "every rank: it runs the backward of every call in the same order, also where the loss does not use the result"
 )
 _ON_ONE_THREAD = (
-    "for second derivatives on a device, run every backward in `with torch.autograd.set_multithreading_enabled(False):`, "
-    "since each thread numbers its nodes, also for what one rank alone did before; where the ranks' losses differ, "
+    "for second derivatives on a device, run every backward in "
+    "`with torch.autograd.set_multithreading_enabled(False):`, since each thread numbers its nodes, also for what one "
+    "rank alone did before; where the ranks' losses differ, "
 )
 _OUTSIDE = (
     "use every result of that autograd.Function on every rank (loss + 0 * y.sum()), or call the collective outside of "

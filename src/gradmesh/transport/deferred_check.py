@@ -922,7 +922,11 @@ class Hub:
             else:
                 self._read(key.data)
         for number, question in list(self._questions.items()):
-            if question.deadline < time.monotonic():
+            left = question.deadline - time.monotonic()
+            if left < 0 or (
+                left < _ANSWER - 1
+                and not any(map(self._runs, question.asked.keys() - question.answers.keys()))
+            ):
                 self._finish(number)
         self._let_go_on()
         self._look_for_hangs()
@@ -953,6 +957,9 @@ class Hub:
                 self._peers[int(said["rank"])] = _Peer(connection)
                 for other, how in said["gone"].items():
                     self._peers.setdefault(int(other), _Peer(ended=how))
+                for number, question in self._questions.items():
+                    if (calls := question.asked.get(int(said["rank"]))) is not None:
+                        self._send(int(said["rank"]), {"ask": calls, "number": number})
             elif "post" in said:
                 if said["step"]:
                     self._peers[rank].steps += 1
@@ -1020,8 +1027,8 @@ class Hub:
     ) -> None:
         """Have ranks describe calls; `then` gets the answers of those that gave one.
 
-        The ranks of all their groups are asked too, if only for the ends of their connections: one that fails because of
-        one group may wait in another.
+        The ranks of all their groups are asked for the ends of their connections too: a rank that fails because of one
+        group may wait in another.
         """
         self._asked += 1
         near: dict[int, list[tuple[str, int]]] = {
@@ -1030,7 +1037,8 @@ class Hub:
             if not asked.keys().isdisjoint(group.members)
             for other in group.members
         }
-        reached = {rank: calls for rank, calls in {**near, **asked}.items() if self._runs(rank)}
+        late = {rank: calls for rank, calls in near.items() if rank not in self._peers}  # until they connect
+        reached = late | {rank: calls for rank, calls in {**near, **asked}.items() if self._runs(rank)}
         self._questions[self._asked] = _Question(reached, then)
         for rank, calls in reached.items():
             self._send(rank, {"ask": calls, "number": self._asked})
@@ -1169,9 +1177,7 @@ class Hub:
         if long:
             self._notice(long)
 
-    def _table(
-        self, waits: dict[int, dict[str, list[int]]], then: Callable[[str, list[str]], None]
-    ) -> None:
+    def _table(self, waits: dict[int, dict[str, list[int]]], then: Callable[[str, list[str]], None]) -> None:
         """Describe where ranks wait and where the ranks are that they wait for."""
         asked: dict[int, list[tuple[str, int]]] = {}
         for rank, found in waits.items():
