@@ -282,13 +282,7 @@ def gather_from_model_parallel_region(input: Tensor, natoms: int) -> Tensor:
 def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Tensor:
     """Concatenate the shards of the gp group along dim 0, into a tensor that each rank uses differently.
 
-    Args:
-        input: this rank's shard of the even split, or that shard padded to the size of the largest.
-        natoms: the number of atoms of all ranks.
-
-    Raises:
-        ArgumentError: `natoms` is not an int >= 0.
-        ShapeError: `input` is neither this rank's shard of `natoms` nor that shard padded.
+    Arguments and errors are those of `gather_from_model_parallel_region`.
     """
     return _gather(input, natoms, R, "gather_from_model_parallel_region_sum_grad")
 

@@ -535,14 +535,7 @@ def gather_from_model_parallel_region(input: Tensor, dim: int = -1, natoms: None
 def gather_from_model_parallel_region_sum_grad(input: Tensor, dim: int = -1, natoms: None = None) -> Tensor:
     """Concatenate the shards of the gp group, into a tensor that each rank uses differently.
 
-    Args:
-        input: this rank's shard; its size along `dim` may differ between ranks.
-        dim: the dimension to concatenate along.
-        natoms: not supported; the argument of fairchem-core 2.11 and later, see `gradmesh.compat.fairchem`.
-
-    Raises:
-        ArgumentError: `dim` is out of range, or `natoms` is given.
-        MismatchError: other sizes or dtypes differ (detected on some backends).
+    Arguments and errors are those of `gather_from_model_parallel_region`.
     """
     _refuse_natoms(input, dim, natoms, "gather_from_model_parallel_region_sum_grad")
     return GatherFromModelParallelRegionSumGrad.forward(None, input, dim)

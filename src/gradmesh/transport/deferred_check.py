@@ -266,6 +266,7 @@ class Checker:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self._reason: Exception | None = None
         self.logs: dict[str, Log] = {}
         self.threads: set[int] = {threading.get_ident()}
         self.closed = False
@@ -316,14 +317,15 @@ class Checker:
         self._failed = str(error).partition("\n")[0]
         deadline = time.monotonic() + _STILL + _ANSWER
         with self._changed:
-            if not any(log.entries for log in self.logs.values()):
-                self._raised = self.error is not None
-                return self.error
-            self._post()
-            while self.error is None and not self.off and not self.closed and time.monotonic() < deadline:
+            if pending := any(log.entries for log in self.logs.values()):
+                self._post()
+            while pending and not (self.error or self._reason or self.off or self.closed):
+                if time.monotonic() > deadline:
+                    break
                 self._changed.wait(_TICK)
-            self._raised = self.error is not None
-        return self.error
+            found = self.error or self._reason
+            self._raised = found is not None
+        return found
 
     @contextlib.contextmanager
     def at_once(self, group: dist.ProcessGroup) -> Iterator[None]:
@@ -473,12 +475,8 @@ class Checker:
         for host in where["hosts"]:
             with contextlib.suppress(OSError):
                 connection = _Connection(socket.create_connection((host, where["port"]), _CONNECT))
-                hello = {
-                    "token": where["token"],
-                    "rank": self.rank,
-                    "gone": {str(rank): how for rank, how in self._gone.items()},
-                }
-                connection.send(hello)
+                gone = {str(rank): how for rank, how in self._gone.items()}
+                connection.send({"token": where["token"], "rank": self.rank, "gone": gone})
                 with self._changed:
                     for log in self.logs.values():
                         log.posted, log.known = log.first, False
@@ -581,8 +579,7 @@ class Checker:
 
     def _found(self, said: Message) -> None:
         """Make the error that every further call raises."""
-        self._ends = said["ends"]
-        if "mismatch" in said:
+        if "mismatch" in said and said["own"]:
             name, index = said["mismatch"]
             with self._lock:
                 log = self.logs[name]
@@ -592,17 +589,21 @@ class Checker:
             error = check.mismatch(said["words"], said["flags"])
             self._refused = self._raised = bool(check.refused)  # it has raised the reason
         else:
+            axis = self.logs.get(said.get("axis", ""))
             error = DeadlockError(
                 message(
-                    said["hang"],
-                    axis=self.logs[said["axis"]].axis if said["axis"] in self.logs else None,
+                    said.get("hang", "ranks that this one needs have ended, since their calls do not match"),
+                    axis=None if axis is None else axis.axis,
                     expected="every rank of an axis makes the same calls, in the same order",
                     got="\n".join(said["words"]),
                     remedy=_HANG_REMEDY,
                 )
             )
         with self._changed:
-            self.error = error
+            if said["own"]:
+                self.error, self._ends = error, said["ends"]
+            else:
+                self._reason = error
             self._changed.notify_all()
 
     def _escalate(self) -> None:
@@ -957,8 +958,8 @@ class Hub:
                 self._peers[int(said["rank"])] = _Peer(connection)
                 for other, how in said["gone"].items():
                     self._peers.setdefault(int(other), _Peer(ended=how))
-                for number, question in self._questions.items():
-                    if (calls := question.asked.get(int(said["rank"]))) is not None:
+                for number, asked in self._questions.items():
+                    if (calls := asked.asked.get(int(said["rank"]))) is not None:
                         self._send(int(said["rank"]), {"ask": calls, "number": number})
             elif "post" in said:
                 if said["step"]:
@@ -1037,8 +1038,9 @@ class Hub:
             if not asked.keys().isdisjoint(group.members)
             for other in group.members
         }
-        late = {rank: calls for rank, calls in near.items() if rank not in self._peers}  # until they connect
-        reached = late | {rank: calls for rank, calls in {**near, **asked}.items() if self._runs(rank)}
+        # Those that have not connected are asked when they do.
+        ends = {rank for rank, peer in self._peers.items() if peer.connection is None}
+        reached = {rank: calls for rank, calls in {**near, **asked}.items() if rank not in ends}
         self._questions[self._asked] = _Question(reached, then)
         for rank, calls in reached.items():
             self._send(rank, {"ask": calls, "number": self._asked})
@@ -1086,10 +1088,13 @@ class Hub:
         return peer is not None and (bool(peer.ended) or 0 < peer.returned >= other.launched)
 
     def _fail(self, ranks: Iterable[int], said: Message) -> None:
-        """Send ranks their error, with the ends of the connections of all ranks that have been asked."""
+        """Send ranks their error, with the ends of the connections of all ranks that have been asked.
+
+        The others keep it as the reason of a call that fails because those ranks have ended.
+        """
         ends = [end for each in self._ends.values() for end in each]
-        for rank in ranks:
-            self._send(rank, {**said, "ends": ends})
+        for rank in self._peers:
+            self._send(rank, {**said, "ends": ends, "own": rank in ranks})
 
     # -- ranks that are about to use their gradients
 

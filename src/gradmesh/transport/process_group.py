@@ -557,45 +557,32 @@ class OwnGroupTransport(GroupTransport):
 class LocalTransport(GroupTransport):
     """An axis of one rank."""
 
-    def filled(self, flat: Tensor, shape: Sequence[int] | None) -> Tensor:
-        """A copy of a flat buffer in another shape; None: its own."""
+    def gather(
+        self,
+        flat: Tensor,
+        counts: Sequence[int],  # noqa: ARG002 - there is one part, and it comes back
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,  # noqa: ARG002
+    ) -> Tensor:
+        """A copy, in another shape."""
         out = self.room(flat, flat.shape if shape is None else shape)
         out.view(-1).copy_(flat)
         return out
 
+    sum_and_scatter = gather
+
     def exchange(
         self,
         flat: Tensor,
-        send: Sequence[int],  # noqa: ARG002 - there is one part, and it comes back
+        send: Sequence[int],
         receive: Sequence[int],  # noqa: ARG002
         shape: Sequence[int] | None = None,
         *,
-        even: bool = False,  # noqa: ARG002
+        even: bool = False,
     ) -> Tensor:
         """A copy."""
-        return self.filled(flat, shape)
-
-    def gather(
-        self,
-        flat: Tensor,
-        counts: Sequence[int],  # noqa: ARG002
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,  # noqa: ARG002
-    ) -> Tensor:
-        """A copy."""
-        return self.filled(flat, shape)
-
-    def sum_and_scatter(
-        self,
-        flat: Tensor,
-        counts: Sequence[int],  # noqa: ARG002
-        shape: Sequence[int],
-        *,
-        even: bool = False,  # noqa: ARG002
-    ) -> Tensor:
-        """A copy."""
-        return self.filled(flat, shape)
+        return self.gather(flat, send, shape, even=even)
 
     def sum(self, x: Tensor) -> Tensor:
         """A copy."""

@@ -182,16 +182,7 @@ class HeteroPlan(Bound):
     @classmethod
     @torch.inference_mode(False)
     def of_state(cls, stored: Mapping[str, Any], axis: AxisLike = None) -> HeteroPlan:
-        """Restore a plan from `state`. A collective.
-
-        Args:
-            stored: what `state` returned on this rank.
-            axis: the ranks, as many as when the state was saved.
-
-        Raises:
-            ArgumentError: `stored` is not a state, or of another rank or number of ranks.
-            MismatchError: the ranks' states belong to different plans, or another rank raised.
-        """
+        """Restore a plan from `state`. A collective; arguments and errors as in `GraphPlan.of_state`."""
         call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
         made = object.__new__(cls)
         made.hops, fields, made.edges = types_of_state(stored, call)
