@@ -147,6 +147,7 @@ def operands_of_the_cpu() -> list[str]:
         lambda: x + own,
         lambda: torch.cat([x, own]),
         lambda: x.index_select(0, torch.tensor([1], device="cpu")),
+        lambda: x.index_put_((torch.tensor([0]),), own[:1]),
         lambda: x.normal_(generator=torch.Generator()),
     ]
     said = []

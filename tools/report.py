@@ -47,6 +47,7 @@ PAGES = {
     "docs/reports/operators.md": "tools.operators.__main__",
     "docs/reports/overlap.md": "tools.overlap.__main__",
     "docs/reports/overlap.svg": "tools.overlap.__main__",
+    "docs/reports/published.md": "tools.published",
     "docs/reports/simulator.md": "tools.simulator.figures",
     "docs/rules": "tools.rules",
     "docs/tutorials": "tools.notebooks",

@@ -343,7 +343,9 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
     def as_shape(x: Any) -> Any:
         if isinstance(x, Tensor):
             if not is_simulated(x):
-                return _meta_of_cpu(op, x)
+                return _meta_of_cpu(
+                    op, x, any(x is each for each in args[1]) if op._opname in _INDEXED else False
+                )
             if id(x) not in shapes:
                 shapes[id(x)] = x, _meta(x)
             return shapes[id(x)][1]
@@ -385,9 +387,9 @@ def _queued(op: Any, is_empty: bool, args: Any, kwargs: Any) -> Any:
 _META = torch.device("meta")
 
 
-def _meta_of_cpu(op: Any, x: Tensor) -> Tensor:
+def _meta_of_cpu(op: Any, x: Tensor, is_index: bool) -> Tensor:
     """The shape of a CPU operand, where CUDA takes one: a number, or positions of rows, which it copies at once."""
-    if op._opname in _INDEXED:
+    if is_index:
         if x.dtype != torch.bool:
             core().synchronize_here("copy to device")
     elif x.ndim:

@@ -69,7 +69,7 @@ from gradmesh._util.call_sites import call_site, is_of_the_program, stack_of
 from gradmesh._util.environment import HANG
 from gradmesh.backends import threads
 from gradmesh.backends.own_group import FLAGS
-from gradmesh.errors import CheckWarning, DeadlockError, MismatchError, message
+from gradmesh.errors import CheckWarning, DeadlockError, GradmeshError, MismatchError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
 from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed, without_backward
@@ -315,17 +315,16 @@ class Checker:
     def verdict(self, error: Exception) -> Exception | None:
         """The error that a failed call of a backend is a consequence of, if there is one, once it is known."""
         self._failed = str(error).partition("\n")[0]
-        deadline = time.monotonic() + _STILL + _ANSWER
+        begin = time.monotonic()
         with self._changed:
             if pending := any(log.entries for log in self.logs.values()):
                 self._post()
-            while pending and not (self.error or self._reason or self.off or self.closed):
-                if time.monotonic() > deadline:
+            while pending and not (self.error or self.off or self.closed):
+                if time.monotonic() - begin > (4 * _STILL if self._reason else _STILL + _ANSWER):
                     break
                 self._changed.wait(_TICK)
-            found = self.error or self._reason
-            self._raised = found is not None
-        return found
+            self._raised = self.error is not None
+            return self.error or (None if isinstance(error, GradmeshError) else self._reason)
 
     @contextlib.contextmanager
     def at_once(self, group: dist.ProcessGroup) -> Iterator[None]:
@@ -595,7 +594,7 @@ class Checker:
                     said.get("hang", "ranks that this one needs have ended, since their calls do not match"),
                     axis=None if axis is None else axis.axis,
                     expected="every rank of an axis makes the same calls, in the same order",
-                    got="\n".join(said["words"]),
+                    got="\n".join(said["lines"] if "lines" in said else said["words"]),
                     remedy=_HANG_REMEDY,
                 )
             )
@@ -603,7 +602,7 @@ class Checker:
             if said["own"]:
                 self.error, self._ends = error, said["ends"]
             else:
-                self._reason = error
+                self._reason = self._reason or error
             self._changed.notify_all()
 
     def _escalate(self) -> None:
@@ -990,7 +989,8 @@ class Hub:
         rank = self._ranks.pop(connection, None)
         if rank is not None:
             peer = self._peers[rank]
-            peer.connection, peer.blocked, peer.ended = None, None, peer.ended or how
+            peer.connection, peer.blocked, peer.at_once = None, None, None
+            peer.ended = peer.ended or how
 
     def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
         at, changed = 0, []
@@ -1032,15 +1032,9 @@ class Hub:
         group may wait in another.
         """
         self._asked += 1
-        near: dict[int, list[tuple[str, int]]] = {
-            other: []
-            for group in self._groups.values()
-            if not asked.keys().isdisjoint(group.members)
-            for other in group.members
-        }
         # Those that have not connected are asked when they do.
-        ends = {rank for rank, peer in self._peers.items() if peer.connection is None}
-        reached = {rank: calls for rank, calls in {**near, **asked}.items() if rank not in ends}
+        ended = {rank for rank, peer in self._peers.items() if peer.connection is None}
+        reached = {rank: asked.get(rank, []) for rank in self._near({*asked}) - ended}
         self._questions[self._asked] = _Question(reached, then)
         for rank, calls in reached.items():
             self._send(rank, {"ask": calls, "number": self._asked})
@@ -1069,7 +1063,9 @@ class Hub:
                 else f"a call that is not known: {self._how(rank)}"
                 for place, rank in enumerate(group.members)
             ]
-            self._fail(group.members, {"mismatch": [name, index], "words": words, "flags": flags})
+            lines = [f"rank {rank}: {each}" for rank, each in zip(group.members, words, strict=True)]
+            said = {"mismatch": [name, index], "words": words, "flags": flags, "lines": lines}
+            self._fail({*group.members}, said)
 
         self._ask({rank: [(name, index)] for rank in group.members}, then)
 
@@ -1087,14 +1083,19 @@ class Hub:
         peer, other = self._peers.get(rank), self._peers[waits]
         return peer is not None and (bool(peer.ended) or 0 < peer.returned >= other.launched)
 
-    def _fail(self, ranks: Iterable[int], said: Message) -> None:
-        """Send ranks their error, with the ends of the connections of all ranks that have been asked.
+    def _fail(self, ranks: set[int], said: Message) -> None:
+        """Send ranks their error, with the ends of the connections of all ranks of their groups.
 
-        The others keep it as the reason of a call that fails because those ranks have ended.
+        The others of these keep it as the reason of a call that fails because those ranks have ended.
         """
-        ends = [end for each in self._ends.values() for end in each]
-        for rank in self._peers:
-            self._send(rank, {**said, "ends": ends, "own": rank in ranks})
+        near = self._near(ranks)
+        ends = [end for rank in near for end in self._ends.get(rank, ())]
+        for rank in [*ranks, *near - ranks]:
+            self._send(rank, {**said, "own": rank in ranks, "ends": ends if rank in ranks else []})
+
+    def _near(self, ranks: set[int]) -> set[int]:
+        """The ranks of all groups that have one of these."""
+        return {r for g in self._groups.values() if not ranks.isdisjoint(g.members) for r in g.members}
 
     # -- ranks that are about to use their gradients
 
@@ -1217,7 +1218,7 @@ class Hub:
         names = {name for found in waits.values() for name in found}
         for name in names:
             self._groups[name].failed = True
-        ranks = sorted({*waits, *(rank for name in names for rank in self._groups[name].members)})
+        ranks = {*waits, *(rank for name in names for rank in self._groups[name].members)}
 
         def then(axis: str, lines: list[str]) -> None:
             self._fail(ranks, {"hang": problem, "axis": axis, "words": lines})

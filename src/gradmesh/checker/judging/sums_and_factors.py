@@ -869,7 +869,7 @@ def _summed(tape: Tape) -> dict[tuple[str, Place | None], list[_Summed]]:
 
 def _repeated(row: Sequence[_Summed], group: Sequence[int]) -> str:
     """What is wrong with a sum as what one process gives, in words; "" for nothing."""
-    losses = [each.loss for each in row if each.loss is not None]
+    losses = [each.loss for each in row if each.loss is not None and each.loss.value.numel() == 1]
     if len(losses) < len(row):
         return ""
     given = [each.event.given or 0.0 for each in row]

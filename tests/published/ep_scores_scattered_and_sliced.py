@@ -1,0 +1,54 @@
+# about: scores are scattered over the experts and this rank's sliced off, while the indices stay in slots: they pair wrongly
+# ranks: 2
+# report: huggingface/transformers#45473
+import torch
+import torch.distributed as dist
+from torch import nn
+
+EXPERTS, TOP, WIDTH = 4, 2, 6
+
+
+def all_reduced(x):
+    dist.all_reduce(x := x.clone())
+    return x
+
+
+class Copy(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, grad: all_reduced(grad))
+
+
+class Reduce(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: all_reduced(x))
+    backward = staticmethod(lambda ctx, grad: grad)
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    embed, gate = nn.Linear(4, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
+    experts = nn.Parameter((torch.randn(EXPERTS, WIDTH, WIDTH) / 2).chunk(world)[rank].clone())
+    optimizer = torch.optim.SGD([*embed.parameters(), *gate.parameters(), experts], lr=0.1)
+    first, local = rank * len(experts), len(experts)
+    for step in range(3):
+        x, y = torch.randn(8, 4), torch.randn(8, WIDTH)
+        h = embed(x)
+        scores, chosen = gate(h).softmax(-1).topk(TOP)
+        own = (chosen >= first) & (chosen < first + local)
+        scores = Copy.apply(scores)
+        # right: weights = scores.masked_fill(~own, 0.0)
+        weights = torch.zeros(8, EXPERTS).scatter(1, chosen, scores)[:, first : first + local]  # wrong
+        slots = experts[(chosen - first).clamp(0, local - 1)]
+        out = torch.einsum("tk,tkhw,th->tw", weights, slots, Copy.apply(h))
+        loss = (h + Reduce.apply(out) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0:
+            print(f"step {step} loss {loss.item():.5f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
