@@ -304,7 +304,9 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
         return Verdict("refused", line, detail)
     # A rank that had nothing more to wait for has returned, or one of a group that nothing was wrong with; the launch
     # as a whole fails.
-    gone = all(one.kind == "DeadlockError" or "no such call, because" in one.text for one in failures.values())
+    gone = all(
+        one.kind == "DeadlockError" or "no such call, because" in one.text for one in failures.values()
+    )
     groups = {group for axis in program.axes for group in program.groups(axis) if set(group) <= set(failures)}
     if gone or set(failures) == {rank for group in groups for rank in group}:
         return Verdict("refused after a return" if gone else "refused in one group", line, detail)
