@@ -365,16 +365,18 @@ def sizes_of_a_late_rank() -> list[str]:
 
 
 def mismatch_beside_a_wait() -> tuple[str, bool]:
-    """Rank 2 waits for rank 0, which is busy, and then makes another call than rank 3."""
+    """Rank 2 waits for rank 0, which is busy, and then makes another call than rank 3, for whose sizes rank 1 waits."""
     started = time.monotonic()
     with gm.use_mesh(sd.grid(rows=2, cols=2)):
         x = torch.ones(2)
         gm.all_reduce(x, "rows", dst=gm.R)
         row, col = gm.rank("rows"), gm.rank("cols")
-        if row == 0:
+        if row == col == 0:
             time.sleep(12)
             return "", True
         try:
+            if row == 0:
+                gm.all_gather(x, "rows", sizes="auto")
             y = gm.all_reduce(x, "rows", dst=gm.R) if col == 0 else x
             gm.all_reduce(x, "cols", dst=gm.R) if col == 0 else gm.scan(x, "cols")
             with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted

@@ -269,12 +269,16 @@ def test_a_rank_may_wait_for_the_sizes_of_one_that_has_made_no_call() -> None:
 def test_a_mismatch_ends_the_waits_in_other_groups() -> None:
     if reason := sd.why_not():
         pytest.skip(reason)
-    *_, (waits, soon), (other, _) = gm.launch(
+    _, (third, _), (waits, soon), (other, _) = gm.launch(
         on_device, 4, backend=sd.POOL, args=(programs.mismatch_beside_a_wait,), timeout=60
     )
     assert waits.startswith("MismatchError: ")
     assert other.startswith("MismatchError: ")
     assert soon
+    assert third.startswith("DeadlockError: ")
+    assert "since their calls do not match" in third
+    assert "rank 2: all_reduce(" in third
+    assert "rank 3: scan(" in third
 
 
 def on_device(program: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-# about: a norm's weight is shared by heads that are cut over ranks, and its gradient is summed with sequence parallelism only
+# about: a norm's weight is shared by heads that are sharded across ranks, and its gradient is summed with sequence parallelism only
 # ranks: 2
 # report: NVIDIA/Megatron-LM#7452 (11)
 from typing import Any

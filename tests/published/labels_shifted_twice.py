@@ -1,4 +1,4 @@
-# about: labels are shifted before the sequence is cut over the ranks, and each rank shifts its part again
+# about: labels are shifted before the sequence is sharded across ranks, and each rank shifts its part again
 # ranks: 2
 # report: modelscope/ms-swift#10185
 import torch

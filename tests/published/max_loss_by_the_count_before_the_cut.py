@@ -1,4 +1,4 @@
-# about: the largest loss of a rank is divided by the tokens before the sequence was cut over the ranks
+# about: the largest loss of a rank is divided by the tokens before the sequence was sharded across ranks
 # ranks: 2
 # report: pytorch/torchtitan#3111
 import torch

@@ -1,4 +1,4 @@
-# about: gradients are divided by all ranks' main tokens, and the second head's loss is scaled by the ratio of token counts of the own rank
+# about: gradients are divided by all ranks' tokens of the first head, and the loss of the second head is scaled by the ratio of the token counts of one rank
 # ranks: 2
 # report: NVIDIA/Megatron-LM#7452 (3)
 import torch

@@ -1,4 +1,4 @@
-# about: tokens are counted before the sequence is cut over context parallel ranks, and summed over them
+# about: tokens are counted before the sequence is sharded across context parallel ranks, and summed over them
 # ranks: 2
 # report: pytorch/torchtitan#2983
 import torch
