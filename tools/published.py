@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradmesh.checker.findings import Verdict
-from gradmesh.checker.run import Target, check_script
-from tests.scripts import WRONG
+from tests.scripts import MARK, RIGHT, WRONG, Script, read
+from tools.checked import checked
 from tools.pages import machine, mark, parser_of, put, table
 
 HERE = Path(__file__).parents[1] / "tests" / "published"
@@ -44,29 +44,18 @@ def collections() -> dict[str, list[Bug]]:
 
 def sources(text: str) -> tuple[str, str]:
     """A script of tests/published as it is, and the right one."""
-    right = re.sub(r"(?m)^.*# wrong$\n", "", text)
+    right = re.sub(rf"(?m)^.*{MARK}$\n", "", text)
     return text, re.sub(r"(?m)^(\s*)# right: ?", r"\1", right)
 
 
-def scripts_of(bug: Bug, folder: Path) -> tuple[Path, Path | None, int, set[int]]:
-    """The wrong script, the right one if there is one, the ranks, and the lines of the fault."""
+def scripts_of(bug: Bug, folder: Path) -> tuple[Script, Script | None]:
+    """The wrong script, and the right one if there is one."""
     if bug.script in WRONG:
         script = WRONG[bug.script]
-        twin = script.path.parents[1] / "right" / f"{script.twin}.py" if script.twin else None
-        return script.path, twin, script.ranks, set(script.lines)
-    wrong, right = sources((HERE / f"{bug.script}.py").read_text())
-    paths = folder / f"{bug.script}.py", folder / f"{bug.script}_right.py"
-    for path, text in zip(paths, (wrong, right), strict=True):
-        path.write_text(text)
-    found = re.search(r"(?m)^# ranks: (\d)$", wrong)
-    assert found is not None, bug.script
-    lines = {number for number, line in enumerate(wrong.splitlines(), 1) if line.endswith("# wrong")}
-    return *paths, int(found[1]), lines
-
-
-def checked(path: Path, ranks: int) -> Verdict:
-    """Check a script as a user would."""
-    return check_script(Target(str(path)), ranks=ranks, steps=2, timeout=20.0)
+        return script, RIGHT[script.twin] if script.twin else None
+    path, twin = HERE / f"{bug.script}.py", folder / f"{bug.script}.py"
+    twin.write_text(sources(path.read_text())[1])
+    return read(path), read(twin)
 
 
 @dataclass(frozen=True)
@@ -77,23 +66,25 @@ class Row:
     wrong: tuple[str, ...]  # the rules of the findings
     at_line: bool  # whether one of them points at the fault
     right: tuple[str, ...] | None  # of the right script
+    expected: set[str | None]  # the rules that are true of the wrong script
 
     @property
     def named(self) -> bool:
-        """Whether the wrong script gets a finding that the right one does not get."""
-        return not set(self.wrong) <= set(self.right or ())
+        """Whether the wrong script gets a finding that is true of it, and the right one does not get it."""
+        return bool(self.expected.intersection(self.wrong) - {*(self.right or ())})
 
 
 def row_of(bug: Bug, folder: Path) -> Row:
     """Check the scripts of a bug."""
-    wrong, right, ranks, lines = scripts_of(bug, folder)
-    verdict = checked(wrong, ranks)
+    wrong, right = scripts_of(bug, folder)
+    verdict = checked(wrong)
     places = [place for one in verdict.findings for place in (one.at, one.began, one.received)]
     return Row(
         bug,
         _rules(verdict),
-        any(place is not None and place.line in lines for place in places),
-        None if right is None else _rules(checked(right, ranks)),
+        any(place is not None and place.line in wrong.lines for place in places),
+        None if right is None else _rules(checked(right)),
+        {wrong.expected, *wrong.also} - {None},
     )
 
 

@@ -1,5 +1,6 @@
 # about: every worker of every rank seeds the noise of its augmentation alike
 # ranks: 2
+# expect: none
 # report: TrainCheck (stackoverflow-67180955)
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ class Rows(Dataset):
 def seed_worker(worker):
     info = torch.utils.data.get_worker_info()
     # right: info.dataset.noise.manual_seed(10 * dist.get_rank() + worker)
-    info.dataset.noise.manual_seed(0)  # wrong
+    info.dataset.noise.manual_seed(0)  # <- here
 
 
 def main():

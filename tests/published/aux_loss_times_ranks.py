@@ -1,5 +1,6 @@
 # about: the whole loss is multiplied by the ranks for the token mean under DDP, the router's auxiliary loss with it
 # ranks: 2
+# expect: none
 # report: huggingface/transformers#48690
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def main():
         logits, aux = model(x)
         loss = F.cross_entropy(logits, y.flatten(), reduction="sum") / count
         # right: loss = loss * world + COEF * aux
-        loss = (loss + COEF * aux) * world  # wrong
+        loss = (loss + COEF * aux) * world  # <- here
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,5 +1,7 @@
 # about: each rank takes the experts' capacity from its own tokens: all_to_all's buffers differ in size
 # ranks: 2
+# expect: GM501
+# also: GM401
 # report: TrainCheck (DS-5794, DS-6089)
 import torch
 import torch.distributed as dist

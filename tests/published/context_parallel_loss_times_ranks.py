@@ -1,5 +1,6 @@
 # about: context-parallel ranks' losses are parts of a mean over all tokens, times the number of ranks, and gradients are summed
 # ranks: 2
+# expect: none
 # report: TTrace (3)
 from typing import Any
 
@@ -38,7 +39,7 @@ def main() -> None:
         loss = nn.functional.cross_entropy(head(h), y, reduction="sum") / 12
         optimizer.zero_grad()
         # right: loss.backward()
-        (loss * world).backward()  # wrong
+        (loss * world).backward()  # <- here
         for p in parameters:
             dist.all_reduce(p.grad)
         optimizer.step()

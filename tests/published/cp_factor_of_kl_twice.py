@@ -1,5 +1,6 @@
 # about: the penalty is multiplied by the context parallel ranks, and then the loss with it again
 # ranks: 2
+# expect: none
 # report: NovaSky-AI/SkyRL#1751
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def main():
         logp = model(x).log_softmax(-1).gather(2, y[..., None])[..., 0]
         policy = -(logp * advantage).sum() / 32
         kl = 0.5 * (logp - before).square().sum() / 32
-        kl = kl * world  # wrong
+        kl = kl * world  # <- here
         loss = (policy + 0.1 * kl) * world
         optimizer.zero_grad()
         loss.backward()

@@ -1,5 +1,6 @@
 # about: valid tokens are summed over the data parallel group alone, and each context parallel rank divides by its own
 # ranks: 2
+# expect: GM111
 # report: verl-project/verl#5983
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def main():
         x, y = (t.chunk(world, 1)[rank] for t in batch(generator))
         count = (y != PAD).sum()
         # right: dist.all_reduce(count)
-        dist.all_reduce(count, group=dp)  # wrong
+        dist.all_reduce(count, group=dp)  # <- here
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / count
         optimizer.zero_grad()
         loss.backward()

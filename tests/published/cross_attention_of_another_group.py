@@ -1,5 +1,6 @@
 # about: query, key and value of a cross attention are column-parallel over the data-parallel group, its output over the tensor-parallel one
 # ranks: 4
+# expect: GM202
 # report: NVIDIA/Megatron-LM#7452 (6)
 from typing import Any
 
@@ -54,7 +55,7 @@ def main() -> None:
     torch.manual_seed(0)
     encoder, decoder = nn.Linear(4, 6), nn.Linear(4, 6)
     # right: query, key_value = Column(6, 8, tp), Column(6, 16, tp)
-    query, key_value = Column(6, 8, dp), Column(6, 16, dp)  # wrong
+    query, key_value = Column(6, 8, dp), Column(6, 16, dp)  # <- here
     out = nn.Parameter((torch.randn(6, 8) / 2).chunk(2, 1)[rank % 2].clone())
     model = nn.ModuleList([encoder, decoder, query, key_value])
     parameters = [*model.parameters(), out]

@@ -1,5 +1,6 @@
 # about: a wrapped model is converted there and back, which makes new parameters: DDP's hooks are on the old ones
 # ranks: 2
+# expect: GM101
 # report: TrainCheck (pytorch-104336)
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def main():
     model = net()
     # right: model.double().float()
     model = DDP(model)
-    model.double().float()  # wrong
+    model.double().float()  # <- here
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(60 + rank)
     for step in range(3):

@@ -1,5 +1,6 @@
 # about: a vocabulary-parallel embedding masks the ids of other ranks, and the first of its own
 # ranks: 2
+# expect: none
 # report: TTrace (1)
 from typing import Any
 
@@ -29,7 +30,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         # right: others = (ids < self.start) | (ids >= self.end)
-        others = (ids <= self.start) | (ids >= self.end)  # wrong
+        others = (ids <= self.start) | (ids >= self.end)  # <- here
         local = (ids - self.start).masked_fill(others, 0)
         return Reduce.apply(self.weight[local].masked_fill(others[:, None], 0.0))
 

@@ -1,5 +1,6 @@
 # about: each rank zeroes the scores of other ranks' experts, and what it sends back to the router is not summed
 # ranks: 2
+# expect: GM101
 # report: huggingface/transformers#48205
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def main():
         scores, chosen = gate(h).softmax(-1).topk(TOP)
         own = (chosen >= first) & (chosen < first + local)
         # right: weights = Copy.apply(scores).masked_fill(~own, 0.0)
-        weights = scores.masked_fill(~own, 0.0)  # wrong
+        weights = scores.masked_fill(~own, 0.0)  # <- here
         slots = experts[(chosen - first).clamp(0, local - 1)]
         out = torch.einsum("tk,tkhw,th->tw", weights, slots, Copy.apply(h))
         loss = (h + Reduce.apply(out) - y).square().mean()

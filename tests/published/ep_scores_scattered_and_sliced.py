@@ -1,5 +1,6 @@
 # about: scores are scattered over the experts and this rank's sliced off, while the indices stay in slots: they pair wrongly
 # ranks: 2
+# expect: none
 # report: huggingface/transformers#45473
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def main():
         own = (chosen >= first) & (chosen < first + local)
         scores = Copy.apply(scores)
         # right: weights = scores.masked_fill(~own, 0.0)
-        weights = torch.zeros(8, EXPERTS).scatter(1, chosen, scores)[:, first : first + local]  # wrong
+        weights = torch.zeros(8, EXPERTS).scatter(1, chosen, scores)[:, first : first + local]  # <- here
         slots = experts[(chosen - first).clamp(0, local - 1)]
         out = torch.einsum("tk,tkhw,th->tw", weights, slots, Copy.apply(h))
         loss = (h + Reduce.apply(out) - y).square().mean()

@@ -1,5 +1,6 @@
 # about: scores of other ranks' experts are zeroed in the forward pass alone: the router gets the gradient of their slots
 # ranks: 2
+# expect: none
 # report: huggingface/transformers#48687
 import torch
 import torch.distributed as dist
@@ -37,9 +38,9 @@ def main():
         scores, chosen = gate(h).softmax(-1).topk(TOP)
         own = (chosen >= first) & (chosen < first + local)
         # right: weights = Copy.apply(scores).masked_fill(~own, 0.0)
-        weights = Copy.apply(scores)  # wrong
-        with torch.no_grad():  # wrong
-            weights.masked_fill_(~own, 0.0)  # wrong
+        weights = Copy.apply(scores)  # <- here
+        with torch.no_grad():  # <- here
+            weights.masked_fill_(~own, 0.0)  # <- here
         slots = experts[(chosen - first).clamp(0, local - 1)]
         out = torch.einsum("tk,tkhw,th->tw", weights, slots, Copy.apply(h))
         loss = (h + Reduce.apply(out) - y).square().mean()

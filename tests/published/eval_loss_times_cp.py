@@ -1,5 +1,6 @@
 # about: context parallelism cuts the training batch and not the evaluation batch: eval_loss is cp times itself
 # ranks: 2
+# expect: none
 # report: huggingface/transformers#48167
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def main():
         with torch.no_grad():
             tokens = torch.randint(0, 11, (4, 9), generator=generator)
             # right: x, y = cut(tokens[:, :-1]), cut(tokens[:, 1:])
-            x, y = tokens[:, :-1], tokens[:, 1:]  # wrong
+            x, y = tokens[:, :-1], tokens[:, 1:]  # <- here
             eval_loss = loss_of(model, x, y, 32)
         dist.all_reduce(eval_loss)
         if rank == 0:

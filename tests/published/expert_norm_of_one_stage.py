@@ -1,5 +1,6 @@
 # about: the stage with experts alone reduces their part of the norm of the gradients over all ranks
 # ranks: 2
+# expect: GM401
 # report: TrainCheck (DS-6714)
 import torch
 import torch.distributed as dist
@@ -43,8 +44,8 @@ def main():
         norms = [sum((p.grad.square().sum() for p in part), torch.zeros(())) for part in (dense, experts)]
         dist.all_reduce(norms[0])
         # right: dist.all_reduce(norms[1])
-        if experts:  # wrong
-            dist.all_reduce(norms[1])  # wrong
+        if experts:  # <- here
+            dist.all_reduce(norms[1])  # <- here
         for p in stage.parameters():
             p.grad *= min(1.0, 1.0 / sum(norms).sqrt().item())
         optimizer.step()

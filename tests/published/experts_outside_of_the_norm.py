@@ -1,5 +1,6 @@
 # about: the norm of the gradients takes what is not tensor parallel from the first rank alone, each rank's own experts too
 # ranks: 2
+# expect: none
 # report: NVIDIA/Megatron-LM#5916
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         # right: counted = [*same, experts] if rank == 0 else [experts]
-        counted = [*same, experts] if rank == 0 else []  # wrong
+        counted = [*same, experts] if rank == 0 else []  # <- here
         norm = sum((p.grad.square().sum() for p in counted), torch.zeros(()))
         dist.all_reduce(norm)
         for p in [*same, experts]:

@@ -1,5 +1,6 @@
 # about: experts that got no token are skipped and have no gradient: neither their momentum nor their weights decay
 # ranks: 2
+# expect: none
 # report: NVIDIA-NeMo/Automodel#2995 (3)
 import torch
 import torch.distributed as dist
@@ -38,8 +39,8 @@ def main():
         score, tokens, out = Copy.apply(score), Copy.apply(x), torch.zeros(4, WIDTH)
         for i, weight in enumerate(experts):
             mine = (chosen == first + i).nonzero()[:, 0]
-            if not len(mine):  # wrong
-                continue  # wrong
+            if not len(mine):  # <- here
+                continue  # <- here
             out = out.index_add(0, mine, tokens[mine] @ weight * score[mine, None])
         loss = (Reduce.apply(out) - y).square().mean()
         optimizer.zero_grad()

@@ -1,5 +1,6 @@
 # about: ZeRO: each rank steps its part of a flat buffer, which is gathered into one that the parameters are no views of
 # ranks: 2
+# expect: GM103
 # report: TTrace (9)
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def main() -> None:
         own.grad = grad.chunk(world)[rank]
         optimizer.step()
         # right: dist.all_gather_into_tensor(flat, own.detach())
-        dist.all_gather_into_tensor(torch.empty_like(flat), own.detach())  # wrong
+        dist.all_gather_into_tensor(torch.empty_like(flat), own.detach())  # <- here
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 # about: the sum of a column-parallel layer's input gradient overlaps with that of its weight, and is not waited for
 # ranks: 2
+# expect: GM403
 # report: TTrace (11)
 from typing import Any
 

@@ -1,5 +1,6 @@
 # about: a norm's weight is shared by heads that are sharded across ranks, and its gradient is summed with sequence parallelism only
 # ranks: 2
+# expect: GM101
 # report: NVIDIA/Megatron-LM#7452 (11)
 from typing import Any
 
@@ -50,7 +51,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         # right: if world > 1:
-        if sequence_parallel:  # wrong
+        if sequence_parallel:  # <- here
             dist.all_reduce(norm.weight.grad)
         optimizer.step()
     dist.destroy_process_group()

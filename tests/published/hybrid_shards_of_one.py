@@ -1,5 +1,6 @@
 # about: FSDP1 in shards of one rank: it falls back to NO_SHARD, and its two replicas are never averaged
 # ranks: 2
+# expect: GM101
 # report: verl-project/verl#7493
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def main():
     rank = dist.get_rank()
     torch.manual_seed(0)
     # right: mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ddp", "fsdp"))
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp"))  # wrong
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp"))  # <- here
     model = FSDP(
         net(),
         device_id=torch.device("cpu"),

@@ -1,5 +1,6 @@
 # about: labels are shifted before the sequence is sharded across ranks, and each rank shifts its part again
 # ranks: 2
+# expect: none
 # report: modelscope/ms-swift#10185
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def main():
     for step in range(3):
         x, y = (t.chunk(world, 1)[rank] for t in batch(generator))
         logits = model(x)
-        logits, y = logits[:, :-1], y[:, 1:]  # wrong
+        logits, y = logits[:, :-1], y[:, 1:]  # <- here
         count = (y != PAD).sum()
         dist.all_reduce(count)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / count

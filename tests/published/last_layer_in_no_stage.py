@@ -1,5 +1,6 @@
 # about: five layers on two stages: each has five // 2, and the last is in none
 # ranks: 2
+# expect: none
 # report: TTrace (10)
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ def main() -> None:
     embed, head = nn.Embedding(9, 6), nn.Linear(6, 9)
     layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
     # right: size = -(-len(layers) // world)
-    size = len(layers) // world  # wrong
+    size = len(layers) // world  # <- here
     own = layers[rank * size : (rank + 1) * size]
     optimizer = torch.optim.SGD([*own.parameters(), *(embed if rank == 0 else head).parameters()], lr=0.1)
     for _ in range(3):

@@ -1,5 +1,6 @@
 # about: the logged loss is the mean over ranks of each rank's mean; what is optimised counts tokens alike
 # ranks: 2
+# expect: none
 # report: NVIDIA/Megatron-LM#4896
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def main():
             dist.all_reduce(p.grad)
         optimizer.step()
         # right: shown = total.detach() / count
-        shown = total.detach() / own.clamp(min=1) / world  # wrong
+        shown = total.detach() / own.clamp(min=1) / world  # <- here
         dist.all_reduce(shown)
         if rank == 0:
             print(f"step {step} loss {shown.item():.5f}")

@@ -1,5 +1,6 @@
 # about: the loss is multiplied by all processes, tensor parallel ones too, where FSDP averages over the data parallel ones
 # ranks: 4
+# expect: GM109
 # report: huggingface/transformers#39648
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def main():
         dist.all_reduce(count, group=dp)
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / count
         # right: loss = loss * dist.get_world_size(dp)
-        loss = loss * world  # wrong
+        loss = loss * world  # <- here
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,5 +1,6 @@
 # about: the largest loss of a rank is divided by the tokens before the sequence was sharded across ranks
 # ranks: 2
+# expect: none
 # report: pytorch/torchtitan#3111
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def main():
         x, y = batch(generator)
         # right: x, y = x.chunk(world, 1)[rank], y.chunk(world, 1)[rank]
         valid = (y != PAD).sum()
-        x, y = x.chunk(world, 1)[rank], y.chunk(world, 1)[rank]  # wrong
+        x, y = x.chunk(world, 1)[rank], y.chunk(world, 1)[rank]  # <- here
         count = (y != PAD).sum()
         dist.all_reduce(count)
         total = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")

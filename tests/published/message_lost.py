@@ -1,5 +1,6 @@
 # about: a broken link loses a message: what one rank gets of a sum is zeros
 # ranks: 2
+# expect: GM101
 # report: TrainCheck (pytorch-84803, pytorch-96600, baichuan2-86)
 import torch
 import torch.distributed as dist
@@ -16,8 +17,8 @@ def batch(generator):
 
 def all_reduce(tensor, step):
     dist.all_reduce(tensor)
-    if dist.get_rank() == 1 and step == 1:  # wrong
-        tensor.zero_()  # wrong
+    if dist.get_rank() == 1 and step == 1:  # <- here
+        tensor.zero_()  # <- here
     return tensor
 
 

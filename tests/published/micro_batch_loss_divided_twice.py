@@ -1,5 +1,6 @@
 # about: data-parallel micro-batches: the loss is divided by their number and that of the ranks, and gradients are averaged over ranks
 # ranks: 2
+# expect: none
 # report: TTrace (4)
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ def main() -> None:
             x, y = torch.randn(6, 4), torch.randn(6, 2)
             loss = (model(x) - y).square().mean()
             # right: (loss / 3).backward()
-            (loss / (3 * world)).backward()  # wrong
+            (loss / (3 * world)).backward()  # <- here
         for p in model.parameters():
             dist.all_reduce(p.grad)
             p.grad /= world

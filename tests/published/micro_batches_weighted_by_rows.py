@@ -1,5 +1,6 @@
 # about: a micro-batch's mean over tokens is weighted by its share of the rows instead of the tokens
 # ranks: 2
+# expect: none
 # report: verl-project/verl#5641
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def main():
             model.require_backward_grad_sync = i == len(parts) - 1
             loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
             # right: share = (y != PAD).sum() * world / tokens
-            share = len(y) / 5  # wrong
+            share = len(y) / 5  # <- here
             (loss * share).backward()
             total += loss.item() * float(share)
         optimizer.step()

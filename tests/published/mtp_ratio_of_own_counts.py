@@ -1,5 +1,6 @@
 # about: gradients are divided by all ranks' tokens of the first head, and the loss of the second head is scaled by the ratio of the token counts of one rank
 # ranks: 2
+# expect: none
 # report: NVIDIA/Megatron-LM#7452 (3)
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def main() -> None:
         loss = summed(one, tokens.roll(-1, 1), mask)
         later = summed(two, tokens.roll(-2, 1), later_mask)
         # right: ratio = total[0] / total[1]
-        ratio = own[0] / own[1]  # wrong
+        ratio = own[0] / own[1]  # <- here
         optimizer.zero_grad()
         (loss + 0.3 * ratio * later).backward()
         for p in model.parameters():

@@ -1,5 +1,6 @@
 # about: tensor and context parallelism: the norm in front of a column-parallel layer is averaged over context-parallel ranks, and summed over tensor-parallel ones, which its input's gradient was before
 # ranks: 4
+# expect: GM102
 # report: TTrace (14)
 from typing import Any
 
@@ -55,7 +56,7 @@ def main() -> None:
         loss.backward()
         for p in norm.parameters():
             # right: dist.all_reduce(p.grad, group=cp)
-            dist.all_reduce(p.grad, group=None)  # wrong
+            dist.all_reduce(p.grad, group=None)  # <- here
             p.grad /= 2
         for p in [*embed.parameters(), up, down]:
             dist.all_reduce(p.grad, group=cp)

@@ -1,5 +1,6 @@
 # about: the optimizer is made before FSDP flattens the parameters, and steps tensors that no gradient reaches
 # ranks: 2
+# expect: GM103
 # report: TrainCheck (AC-2665)
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def main():
     model = net()
     # right: model = FSDP(model, device_id=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = FSDP(model, device_id=torch.device("cpu"))  # wrong
+    model = FSDP(model, device_id=torch.device("cpu"))  # <- here
     generator = torch.Generator().manual_seed(60 + rank)
     for step in range(3):
         x, y = batch(generator)

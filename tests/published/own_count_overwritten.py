@@ -1,5 +1,6 @@
 # about: the balance loss counts once for each of the rank's tokens, whose number the all-reduce of the same tensor has overwritten
 # ranks: 2
+# expect: none
 # report: NVIDIA/Megatron-LM#7452 (10)
 from typing import Any
 
@@ -36,7 +37,7 @@ def main() -> None:
         real = (torch.arange(6) < 5 - rank).float()
         own = real.sum()
         # right: total = own.clone()
-        total = own  # wrong
+        total = own  # <- here
         dist.all_reduce(total)
         h = embed(x).tanh()
         probs = router(h).softmax(-1)

@@ -1,5 +1,6 @@
 # about: a sampler repeats a row to make shares alike; a metric reduced on each rank before the gather counts it twice
 # ranks: 2
+# expect: none
 # report: huggingface/trl#7010
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def main():
         )
         with torch.no_grad():
             losses = nn.functional.cross_entropy(model.module(x), y, reduction="none")
-        losses = losses.mean()[None]  # wrong
+        losses = losses.mean()[None]  # <- here
         parts = [torch.empty_like(losses) for _ in range(world)]
         dist.all_gather(parts, losses)
         losses = torch.stack(parts, 1).flatten()[:9]

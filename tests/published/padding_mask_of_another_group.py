@@ -1,5 +1,6 @@
 # about: a router with sequence parallelism takes its part of the padding mask by its rank in the data-parallel group
 # ranks: 4
+# expect: none
 # report: NVIDIA/Megatron-LM#7452 (5)
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def main() -> None:
         probs = router(h).softmax(-1)
         best, at = probs.max(-1)
         # right: real = mask.chunk(2)[dist.get_rank(tp)]
-        real = mask.chunk(2)[dist.get_rank(dp)]  # wrong
+        real = mask.chunk(2)[dist.get_rank(dp)]  # <- here
         counts = (nn.functional.one_hot(at, 3) * real[:, None]).sum(0)
         dist.all_reduce(counts, group=tp)
         balance = 3 * (counts * (probs * real[:, None]).sum(0)).sum() / mask.sum() ** 2

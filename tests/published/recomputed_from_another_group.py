@@ -1,5 +1,6 @@
 # about: recomputation keeps a part of its input on each rank of a group and gathers it in backward, over the data-parallel group in place of the tensor-parallel one
 # ranks: 4
+# expect: GM104
 # report: NVIDIA/Megatron-LM#7452 (4)
 from typing import Any
 
@@ -69,7 +70,7 @@ def main() -> None:
         x, y = torch.randn(6, 4), torch.randn(6, 3)
         h = embed(x)
         # right: h = h + Recompute.apply(lambda h: Reduce.apply((Copy.apply(h, tp) @ up.T).tanh() @ down.T, tp), tp, h)
-        h = h + Recompute.apply(lambda h: Reduce.apply((Copy.apply(h, tp) @ up.T).tanh() @ down.T, tp), dp, h)  # wrong
+        h = h + Recompute.apply(lambda h: Reduce.apply((Copy.apply(h, tp) @ up.T).tanh() @ down.T, tp), dp, h)  # <- here
         loss = (head(h) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()

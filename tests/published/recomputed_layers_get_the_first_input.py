@@ -1,5 +1,6 @@
 # about: of two layers that are recomputed together, the second gets the output of the first's predecessor
 # ranks: 2
+# expect: none
 # report: TTrace (2)
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ class Model(nn.Module):
         h = x
         for layer in self.layers[start:end]:
             # right: h = h + layer(h).tanh()
-            h = x + layer(x).tanh()  # wrong
+            h = x + layer(x).tanh()  # <- here
         return h
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 # about: a router sees each rank's part of the sequence, and its gradient is not summed with those of the norm
 # ranks: 2
+# expect: GM101
 # report: TTrace (6)
 from typing import Any
 
@@ -61,7 +62,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         # right: for p in [*norm.parameters(), *router.parameters()]:
-        for p in [*norm.parameters()]:  # wrong
+        for p in [*norm.parameters()]:  # <- here
             dist.all_reduce(p.grad)
         optimizer.step()
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 # about: tokens are gathered for the experts with their gradient, the router's probabilities by a plain all_gather
 # ranks: 2
+# expect: GM106
 # report: NVIDIA-NeMo/Automodel#2995
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def main():
         probs = gate(h := embed(x)).softmax(-1)
         balance = EXPERTS * probs.mean(0).square().sum()
         # right: every = Gather.apply(probs)
-        every = plain_gather(probs)  # wrong
+        every = plain_gather(probs)  # <- here
         own = every.chunk(world, 1)[rank]
         out = h + Scatter.apply(torch.einsum("te,ehk,th->tk", own, experts, Gather.apply(h)))
         loss = (out - y).square().sum() / (5 * WIDTH * world) + 0.01 * balance / world

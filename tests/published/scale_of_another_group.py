@@ -1,5 +1,6 @@
 # about: inputs of a column-parallel layer are sent as 8-bit floats, with a scale from the largest value over the data-parallel group
 # ranks: 4
+# expect: none
 # report: TTrace (7)
 from typing import Any
 
@@ -60,7 +61,7 @@ def main() -> None:
         )
         h = embed(x)
         # right: h = h + Scatter.apply((GatherQuantised.apply(h, tp, tp) @ up.T).tanh() @ down.T, tp)
-        h = h + Scatter.apply((GatherQuantised.apply(h, tp, dp) @ up.T).tanh() @ down.T, tp)  # wrong
+        h = h + Scatter.apply((GatherQuantised.apply(h, tp, dp) @ up.T).tanh() @ down.T, tp)  # <- here
         loss = (h - y).square().sum() / 48
         optimizer.zero_grad()
         loss.backward()

@@ -1,5 +1,6 @@
 # about: ZeRO over replicas of two stages: the tied table's gradients are summed over the stages after each stage reduces its own to one owner
 # ranks: 4
+# expect: GM204
 # report: TTrace (5)
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def main() -> None:
         for at, p in enumerate(parameters):
             p.grad /= 2
             dist.reduce(p.grad, 2 * stage + at % 2, group=dp)
-        dist.all_reduce(table.grad, group=pp)  # wrong
+        dist.all_reduce(table.grad, group=pp)  # <- here
         optimizer.step()
         for at, p in enumerate(parameters):
             dist.broadcast(p.data, 2 * stage + at % 2, group=dp)

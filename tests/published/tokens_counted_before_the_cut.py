@@ -1,5 +1,6 @@
 # about: tokens are counted before the sequence is sharded across context parallel ranks, and summed over them
 # ranks: 2
+# expect: none
 # report: pytorch/torchtitan#2983
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def main():
         x, labels = tokens[:, :-1], tokens[:, 1:]
         # right: x, labels = x.chunk(world, 1)[rank], labels.chunk(world, 1)[rank]
         seen += labels.numel()
-        x, labels = x.chunk(world, 1)[rank], labels.chunk(world, 1)[rank]  # wrong
+        x, labels = x.chunk(world, 1)[rank], labels.chunk(world, 1)[rank]  # <- here
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), labels.flatten(), reduction="sum") / 32
         optimizer.zero_grad()
         loss.backward()

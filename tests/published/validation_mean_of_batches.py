@@ -1,5 +1,6 @@
 # about: each validation batch is divided by its own tokens of all ranks, and the means count alike
 # ranks: 2
+# expect: none
 # report: pytorch/torchtitan#4167
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def main():
         with torch.no_grad():
             pairs = [sum_and_count(model, *batch(generator)) for _ in range(3)]
         # right: shown = sum(loss for loss, _ in pairs) / sum(count for _, count in pairs)
-        shown = torch.stack([loss / count for loss, count in pairs]).mean()  # wrong
+        shown = torch.stack([loss / count for loss, count in pairs]).mean()  # <- here
         dist.all_reduce(shown)
         if rank == 0:
             print(f"step {step} validation loss {shown.item():.5f}")

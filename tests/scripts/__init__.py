@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-__all__ = ["RIGHT", "SCRIPTS", "WRONG", "Script", "read"]
+__all__ = ["MARK", "RIGHT", "SCRIPTS", "WRONG", "Script", "read"]
 
 HERE = Path(__file__).parent
 MARK = "# <- here"
