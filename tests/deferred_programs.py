@@ -87,6 +87,13 @@ def missing_call(done: list[bool], seconds: float) -> None:
     done[0] = True
 
 
+def first_call_late(done: list[bool], seconds: float) -> None:
+    """Rank 1 is busy for a while before its first call."""
+    if gm.rank() == 1:
+        time.sleep(seconds)
+    done[0] = bool(gm.all_reduce(torch.ones(4), dst=gm.R)[0])
+
+
 def returned_early(done: list[bool]) -> None:
     """Rank 1 makes a call less, and returns."""
     gm.all_reduce(torch.ones(4), dst=gm.R)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import gradmesh as gm
+from gradmesh.transport.deferred_check import connections, shut_down
 from tests import deferred_programs as programs
 from tests import simulated_device as sd
 from tests.deferred_programs import outcome
@@ -100,6 +102,30 @@ def test_hang_limit_ends_the_wait_for_a_busy_rank(monkeypatch: pytest.MonkeyPatc
     assert "rank 1: has made 1 calls" in waits[1]
     assert waits[2] < 7
     assert busy[:2] == (waits[0], waits[1].replace("rank 0 of 2", "rank 1 of 2"))
+
+
+@pytest.mark.processes
+def test_a_rank_whose_first_call_comes_after_the_error_gets_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADMESH_HANG", "1")
+    for error, text, *_ in launched(outcome, programs.first_call_late, 8.0):
+        assert error == "DeadlockError"
+        assert "rank 0: waits for rank 1 in call 1, all_reduce(dst=gm.R) of float32[4] at " in text
+        assert "rank 1 has made no call" in text
+
+
+@pytest.mark.parametrize("by_python", [False, True])
+def test_connections_to_where_a_rank_listens_are_shut_down(by_python: bool) -> None:
+    """Gloo may open one after the rank has sent the ends of those that it has."""
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        port = f"{listens.getsockname()[1]:04X}"
+        ends = [end for end in connections() if end == [f"0100007F:{port}", ""]]
+        with socket.create_connection(listens.getsockname()) as connects, listens.accept()[0] as accepted:
+            other = connects if by_python else socket.socket.__base__(fileno=connects.detach())
+            accepted.settimeout(0.1)
+            shut_down(ends)
+            with pytest.raises(TimeoutError) if by_python else contextlib.nullcontext():
+                assert accepted.recv(1) == b""
+            other.close()
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -151,11 +152,15 @@ def test_ordered_calls_may_change_devices(first: str, simulated: Simulated) -> N
 # ---- second derivatives
 
 
-def counted_on(rank: int) -> None:
-    """Have the thread that runs backward on the device number more nodes on one rank."""
+def counted_on(rank: int, times: int = 200) -> None:
+    """Have the thread that runs backward on the device number more nodes on one rank, and the other one elsewhere."""
     x = leaf(2)
-    for _ in range(200 * (gm.rank() == rank)):
-        torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+    y = x.sin()
+    for _ in range(times):
+        if gm.rank() == rank:
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        else:
+            x.sin().exp().sum()
 
 
 def twice_through_a_checkpoint(rank: int) -> list[Tensor]:
@@ -197,6 +202,36 @@ def test_second_derivatives_do_not_depend_on_what_a_rank_has_done_before(
         on_cpu = simulated(2)(program, rank, default=False)
         for got, expected in zip(on_device, on_cpu, strict=True):
             torch.testing.assert_close(got, expected)
+
+
+def gradient_beside_a_call(on_this_thread: bool) -> str:
+    """The error of a sum of a first derivative and of a call, on ranks whose threads have numbered other nodes."""
+    said = [""]
+
+    def program() -> None:
+        counted_on(0, 1000)
+        x = leaf(4, 3)
+        with torch.autograd.set_multithreading_enabled(not on_this_thread):
+            (own,) = torch.autograd.grad((gm.all_gather(x).sin() ** 2).sum(), x, create_graph=True)
+            y = gm.scan(x)
+            ((own**2).sum() + (y**2).sum()).backward()
+        try:
+            gm.barrier()  # waits for the comparison
+        except gm.errors.MismatchError as error:
+            said[0] = str(error)
+
+    with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end
+        sd.on_device(program)
+    return said[0]
+
+
+@alone
+def test_error_of_second_derivatives_outside_of_ordered_names_the_remedy_which_helps() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    wrong = gm.launch(gradient_beside_a_call, 2, backend=sd.POOL, args=(False,), timeout=60)
+    assert all("with torch.autograd.set_multithreading_enabled(False)" in text for text in wrong), wrong
+    assert gm.launch(gradient_beside_a_call, 2, backend=sd.POOL, args=(True,), timeout=60) == ["", ""]
 
 
 # ---- dtypes

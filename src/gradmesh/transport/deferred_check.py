@@ -280,7 +280,7 @@ class Checker:
         self._world = weakref.ref(dist.group.WORLD)
         self._store = _own_store()
         self._raised = self._refused = self._stepping = False
-        self._failed = ""
+        self._failed = "", 0
         self._ends: list[list[str]] = []
         self.off = ""
         self._gone: dict[int, str] = {}
@@ -314,7 +314,7 @@ class Checker:
 
     def verdict(self, error: Exception) -> Exception | None:
         """The error that a failed call of a backend is a consequence of, if there is one, once it is known."""
-        self._failed = str(error).partition("\n")[0]
+        self._failed = str(error).partition("\n")[0], self._made()
         begin = time.monotonic()
         with self._changed:
             if pending := any(log.entries for log in self.logs.values()):
@@ -510,18 +510,26 @@ class Checker:
                 self.close()
                 return
             with self._lock:
-                before, made = made, sum(log.made for log in self.logs.values())
+                before, made = made, self._made()
                 at_once, pending = self._at_once, any(log.entries for log in self.logs.values())
                 waits = made == before and (pending or self._stepping or at_once is not None)
                 if waits or now - posted >= _SELDOM:
                     self._post()
                     posted = now
-            blocked = waits and (bool(self._failed) or still.since(self.threads) > _STILL)
+            blocked = waits and (bool(self._failure()) or still.since(self.threads) > _STILL)
             if not waits:
                 still.moved()
             if blocked != still.reported:
                 still.reported = blocked
                 connection.send({"blocked": blocked, "at_once": at_once})
+
+    def _made(self) -> int:
+        return sum(log.made for log in self.logs.values())
+
+    def _failure(self) -> str:
+        """The error of the last call, if it has failed; "": it has not."""
+        text, made = self._failed
+        return text if made == self._made() else ""
 
     def _post(self, *, step: bool = False) -> None:
         """Send the digests of new calls, and that an optimizer is about to step; called with the lock."""
@@ -552,9 +560,8 @@ class Checker:
                 self._changed.notify_all()
         elif "ask" in said:
             words = [self._words(name, index) for name, index in said["ask"]]
-            where = show_place(self.threads) + (
-                f", whose call failed: {self._failed}" if self._failed else ""
-            )
+            failure = self._failure()
+            where = show_place(self.threads) + (f", whose call failed: {failure}" if failure else "")
             connection.send({"words": words, "number": said["number"], "where": where, "ends": connections()})
         elif "closing" in said:
             self._gone |= {int(rank): how for rank, how in said["closing"].items()}
@@ -613,6 +620,9 @@ class Checker:
         if not self._raised and not self.closed:
             print(self.error, file=sys.stderr, flush=True)
         self._release()
+        while not self._raised and not self.closed:
+            time.sleep(_GRACE)
+            shut_down(self._ends, self._store)  # those that Gloo opened after the ranks were asked
 
     def _release(self) -> None:
         """Make the calls return that wait for other ranks."""
@@ -868,6 +878,7 @@ class Hub:
         self._ranks: dict[_Connection, int | None] = {}
         self._groups: dict[str, _Group] = {}
         self._questions: dict[int, _Question] = {}
+        self._failures: list[tuple[set[int], Message]] = []
         self._ends: dict[int, list[list[str]]] = {}
         self._asked = 0
         self._noticed: set[str] = set()
@@ -957,6 +968,9 @@ class Hub:
                 self._peers[int(said["rank"])] = _Peer(connection)
                 for other, how in said["gone"].items():
                     self._peers.setdefault(int(other), _Peer(ended=how))
+                for ranks, failed in self._failures:
+                    if int(said["rank"]) in ranks:
+                        self._send(int(said["rank"]), failed)
                 for number, asked in self._questions.items():
                     if (calls := asked.asked.get(int(said["rank"]))) is not None:
                         self._send(int(said["rank"]), {"ask": calls, "number": number})
@@ -1090,8 +1104,12 @@ class Hub:
         """
         near = self._near(ranks)
         ends = [end for rank in near for end in self._ends.get(rank, ())]
-        for rank in [*ranks, *near - ranks]:
-            self._send(rank, {**said, "own": rank in ranks, "ends": ends if rank in ranks else []})
+        own = {**said, "own": True, "ends": ends}
+        self._failures.append((ranks, own))  # for those that connect later
+        for rank in ranks:
+            self._send(rank, own)
+        for rank in near - ranks:
+            self._send(rank, {**said, "own": False, "ends": []})
 
     def _near(self, ranks: set[int]) -> set[int]:
         """The ranks of all groups that have one of these."""
@@ -1266,7 +1284,10 @@ def _hosts(store: Any) -> tuple[str, list[str]]:
 
 
 def connections() -> list[list[str]]:
-    """Both ends of each TCP connection of this process, as the kernel writes them; Linux alone."""
+    """Both ends of each TCP connection of this process, as the kernel writes them; Linux alone.
+
+    Of a socket that listens, the other one is "".
+    """
     return [[local, remote] for local, remote, _ in _sockets()]
 
 
@@ -1282,8 +1303,9 @@ def _sockets() -> list[tuple[str, str, int]]:
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{table}") as lines:
             for columns in map(str.split, lines):
-                if columns[3] == "01" and columns[9] in found:
-                    rows.append((columns[1], columns[2], found[columns[9]]))
+                if columns[3] in ("01", "0A") and columns[9] in found:
+                    other = columns[2] if columns[3] == "01" else ""
+                    rows.append((columns[1], other, found[columns[9]]))
     return rows
 
 
@@ -1300,7 +1322,9 @@ def shut_down(ends: Iterable[Sequence[str]], store: Any = None) -> None:
     of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
     ports = {f"{getattr(store, 'port', 0):04X}"}
     for local, remote, fd in _sockets():
-        if fd in of_python or (local, remote) not in other_ends or ports & {local[-4:], remote[-4:]}:
+        if fd in of_python or ports & {local[-4:], remote[-4:]}:
+            continue
+        if other_ends.isdisjoint({(local, remote), ("", remote)}):
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             copy.shutdown(socket.SHUT_RDWR)
