@@ -323,7 +323,7 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
         return chain.link(op, x)
     _hold_for_this_rank(op)
     needs_backward = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
-    return _in_graph(x, _GRAD_TOKEN if needs_backward else None, *encode(op), state.reorderable)
+    return _in_graph(x, _GRAD_TOKEN if needs_backward else None, state.reorderable, *encode(op))
 
 
 def _hold_for_this_rank(op: Op) -> None:
@@ -339,37 +339,20 @@ def _hold_for_this_rank(op: Op) -> None:
 def compiled_ordered(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """As `apply_ordered`, inside a program that is being compiled."""
     _hold_for_this_rank(op)
-    return _ordered_in_graph(x, token, *encode(op), rank_state().reorderable)
+    return _ordered_in_graph(x, token, rank_state().reorderable, *encode(op))
 
 
-def _in_graph(
-    x: Tensor,
-    token: Tensor | None,
-    words: str,
-    numbers: list[int],
-    tensors: list[Tensor],
-    group: str,
-    reorderable: bool,
-) -> Tensor:
+def _in_graph(x: Tensor, token: Tensor | None, reorderable: bool, *code: Any) -> Tensor:
     """Run an op in Dynamo's graph, where autograd traces it."""
-    op = decode(Encoded(words, numbers, tensors, group))
-    traced = Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting())
-    return apply_unordered(traced, x, token=None if functorch_active() else token)
+    return apply_unordered(_decoded(reorderable, code), x, token=None if functorch_active() else token)
 
 
-def _ordered_in_graph(
-    x: Tensor,
-    token: Tensor,
-    words: str,
-    numbers: list[int],
-    tensors: list[Tensor],
-    group: str,
-    reorderable: bool,
-) -> tuple[Tensor, Tensor]:
-    op = decode(Encoded(words, numbers, tensors, group))
-    return apply_ordered(
-        Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting()), x, token
-    )
+def _ordered_in_graph(x: Tensor, token: Tensor, reorderable: bool, *code: Any) -> tuple[Tensor, Tensor]:
+    return apply_ordered(_decoded(reorderable, code), x, token)
+
+
+def _decoded(reorderable: bool, code: tuple[Any, ...]) -> Traced:
+    return Traced(decode(Encoded(*code)), reorderable=reorderable, followed=not torch.compiler.is_exporting())
 
 
 allow_in_dynamo = enters_graphs(_in_graph, _ordered_in_graph)

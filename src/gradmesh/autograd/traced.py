@@ -227,12 +227,7 @@ def collective(
 
 @collective.register_fake
 def _(
-    x: Tensor,
-    words: str,
-    numbers: Sequence[int],
-    tensors: Sequence[Tensor],
-    group: str,
-    *_: object,
+    x: Tensor, words: str, numbers: Sequence[int], tensors: Sequence[Tensor], group: str, *_: object
 ) -> tuple[Tensor, Tensor]:
     keep_order_in_inductor(torch.ops.gradmesh.collective.default)
     op = decode(Encoded(words, list(numbers), list(tensors), group))

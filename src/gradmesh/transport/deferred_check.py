@@ -1106,10 +1106,8 @@ class Hub:
         ends = [end for rank in near for end in self._ends.get(rank, ())]
         own = {**said, "own": True, "ends": ends}
         self._failures.append((ranks, own))  # for those that connect later
-        for rank in ranks:
-            self._send(rank, own)
-        for rank in near - ranks:
-            self._send(rank, {**said, "own": False, "ends": []})
+        for rank in [*ranks, *near - ranks]:
+            self._send(rank, own if rank in ranks else {**said, "own": False, "ends": []})
 
     def _near(self, ranks: set[int]) -> set[int]:
         """The ranks of all groups that have one of these."""
