@@ -813,13 +813,26 @@ def _stay(folder: Path, size: int) -> None:
             last, seen = time.monotonic(), made
 
 
+class _Pickler(pickle.Pickler):
+    """Where `__main__` imports torch, pickle takes a memory format for an attribute of `__main__`."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.memory_format):
+            return _of_torch, (str(value).removeprefix("torch."),)
+        return NotImplemented
+
+
+def _of_torch(name: str) -> Any:
+    return getattr(torch, name)
+
+
 def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
     """Write the tape, whole or not at all."""
     recorder.settle()
     tape.labels = recorder.modules.labels
     partial = folder / f"{tape.rank}.partial"
     with partial.open("wb") as file:
-        pickle.dump(tape, file, pickle.HIGHEST_PROTOCOL)
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tape)
     partial.rename(folder / f"{tape.rank}.tape")
 
 

@@ -434,7 +434,9 @@ class Numbering:
 
     def target(self, x: Tensor) -> int:
         """The number of a tensor that is about to be written to, with the memory that it is a view of."""
-        if x not in self._known and (base := base_of(x)) is not None:
+        known = self._known.get(x)
+        is_data = known is None or not (known.active or known.leaf or known.spoilt)
+        if is_data and (base := base_of(x)) is not None:
             known = self._known.get(base)
             whole = self.ref(base) if known is None else known.id
             number = self._number(x, False)

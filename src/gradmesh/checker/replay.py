@@ -166,7 +166,13 @@ def results_of_operator(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor
             return {key: valued(part) for key, part in value.items()}
         return value
 
-    return _flat(named_operator(event.name)(*valued(event.args), **valued(event.kwargs)))
+    operator, args, kwargs = named_operator(event.name), valued(event.args), valued(event.kwargs)
+    outs = [kwargs.pop(each.name) for each in operator._schema.arguments if each.is_out]
+    if not outs:
+        return _flat(operator(*args, **kwargs))
+    # Autograd refuses out=, but not a copy.
+    made = _flat(operator._overloadpacket(*args, **kwargs))
+    return [out.copy_(y) for out, y in zip(outs, made, strict=True)]
 
 
 def named_operator(name: str) -> Any:
