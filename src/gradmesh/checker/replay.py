@@ -319,6 +319,40 @@ def put_back(events: Sequence[Event]) -> frozenset[int]:
     return frozenset(number for x in found for number in detached.get(x, ()))
 
 
+def written_by_calls(events: Sequence[Event]) -> dict[int, tuple[int, set[int]]]:
+    """The tensors of the program that a call of a Function overwrites, by its number, with the event at which it begins.
+
+    They are what the call takes as they were before.
+    """
+    begins: dict[int, int] = {}
+    written: dict[int, set[int]] = collections.defaultdict(set)
+    inside: dict[int, int | None] = {}
+    root: dict[int, int] = {}
+    for at, event in enumerate(events):
+        if isinstance(event, Alias):
+            root[event.id] = root.get(event.of, event.of)
+        elif isinstance(event, (ProgramInput, Op)):
+            call = event.call if isinstance(event, Op) else None
+            taken = refs(event) if isinstance(event, Op) else []
+            if call is not None and call not in begins:
+                begins[call] = at
+                while isinstance(events[begins[call] - 1], (Alias, ProgramInput)):
+                    begins[call] -= 1
+            for number in [event.id] if isinstance(event, ProgramInput) else event.outs:
+                if number not in taken:
+                    inside[number] = call
+                    if isinstance(event, Op) and _is_view(event):
+                        root[number] = root.get(taken[0], taken[0])
+                elif call is not None and inside.get(whole := root.get(number, number)) != call:
+                    written[call].add(whole)
+    return {call: (begins[call], numbers) for call, numbers in written.items()}
+
+
+def _is_view(op: Op) -> bool:
+    returns = named_operator(op.name)._schema.returns
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
 class UnfaithfulError(Exception):
     """What is run again is not what the program did: nothing is said of its gradients then."""
 
@@ -333,6 +367,7 @@ class Rank:
 
     Attributes:
         tensors: by number, as they are now.
+        given: what Functions took and have overwritten, by the numbers of the call and of the tensor.
         leaves: parameters by number, which gradients are asked for.
         attached: of what the program detached, what it was before.
         roots: where backwards began.
@@ -351,6 +386,7 @@ class Rank:
     """
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
+    given: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     leaves: dict[int, Tensor] = field(default_factory=dict)
     attached: dict[int, Tensor] = field(default_factory=dict)
     roots: list[tuple[Root, Tensor]] = field(default_factory=list)
@@ -370,7 +406,13 @@ class Rank:
         """Do what the events say; stops at each collective, until its results are there."""
         self.returned = put_back(events)
         self.continues = any(isinstance(event, Root) and event.passed_on for event in events)
-        for event in events:
+        overwrites: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        for call, (begin, numbers) in written_by_calls(events).items():
+            overwrites[begin] += [(call, number) for number in numbers]
+        for at, event in enumerate(events):
+            for call, number in overwrites.get(at, ()):
+                if (x := self.tensors.get(number)) is not None:
+                    self.given[call, number], self.tensors[number] = x, x.clone()
             if isinstance(event, ProgramInput):
                 value = event.value
                 if event.lost and (value.is_floating_point() or value.is_complex()):
@@ -404,6 +446,11 @@ class Rank:
                 self.hooks.append(event)
         self._hook()
 
+    def operand(self, call: Called, number: int) -> Tensor | None:
+        """What a call of a Function took."""
+        x = self.given.get((call.number, number))
+        return self.tensors.get(number) if x is None else x
+
     def _over(self, call: Called, *, unseen: bool) -> None:
         """The end of a call: the gradient goes through it as its own backward passed it, where nothing is sent."""
         own = call.back is not None and call.name not in self.senders
@@ -411,7 +458,7 @@ class Rank:
             self.lost.append(Lost(f"what {call.name} computes is not seen", call.site))
         numbers = [number for number in call.outs if number is not None]
         outs = [self.tensors[number] for number in numbers]
-        there = [None if number is None else self.tensors.get(number) for number in call.ins]
+        there = [None if number is None else self.operand(call, number) for number in call.ins]
         gives = any(x is not None and x.requires_grad for x in there)
         # What gradients do not pass through is as it is: integers, and results that are marked so.
         if call.back is None or not own or not gives or len(numbers) != len(call.outs):

@@ -297,7 +297,7 @@ def _functions(context: Context, wrong: Sequence[Got], *, of_invariants: bool = 
         if _averages(context, calls, left) or not _matters(context, calls, arrived):
             continue
         rank, call = next(iter(calls.items()))
-        ins = [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
+        ins = _ins(context, rank, call)
         names = sorted(
             {name for r, c in calls.items() for name in upstream(context, _ins(context, r, c), wrong)}
         )
@@ -371,7 +371,8 @@ def _said(call: Called, law: str, arrived: _Form, names: Sequence[str]) -> str:
 
 
 def _ins(context: Context, rank: int, call: Called) -> list[Tensor]:
-    return [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
+    own = context.again.ranks[rank]
+    return [x for n in call.ins if n is not None and (x := own.operand(call, n)) is not None]
 
 
 def _averages(context: Context, calls: dict[int, Called], left: _Form) -> bool:
@@ -421,7 +422,10 @@ def _pairs(
     for rank, call in calls.items():
         pairs = []
         for number, gradient in zip(getattr(call, numbers), getattr(call, gradients), strict=False):
-            x = None if number is None else context.tensor(rank, number)
+            own = context.again.ranks[rank]
+            if number is None:
+                continue
+            x = own.operand(call, number) if numbers == "ins" else own.tensors.get(number)
             if x is None or not x.requires_grad or gradient is None:
                 continue
             if x.shape != gradient.shape:

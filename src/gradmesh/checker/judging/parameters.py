@@ -183,10 +183,11 @@ class Truth:
 
 def truth_of(again: Again) -> Truth | None:
     """The objective of ranks that were run again, and its derivatives; None without a loss."""
-    losses = [_loss(rank) for rank in again.ranks]
+    parts = [_terms(rank) for rank in again.ranks]
+    losses = [torch.stack(terms).sum() if terms else None for terms in parts]
     if all(loss is None for loss in losses):
         return None
-    classes = _classes(again, losses)
+    classes = _classes(again, losses, parts)
     terms = [loss / len(group) for loss, group in zip(losses, classes, strict=True) if loss is not None]
     # A rank's own copy of the sum is not on its tape: that is done here.
     objective = torch.stack(terms).sum()
@@ -228,7 +229,8 @@ def copies_of(values: Sequence[Tensor]) -> list[list[int]]:
     return groups
 
 
-def _loss(rank: Rank) -> Tensor | None:
+def _terms(rank: Rank) -> list[Tensor]:
+    """What each backward of a rank began at."""
     terms = []
     for root, x in rank.roots:
         if root.passed_on or not x.requires_grad:
@@ -236,10 +238,12 @@ def _loss(rank: Rank) -> Tensor | None:
         weight = torch.ones_like(x) if root.weight is None else root.weight
         term = (x * weight.reshape(x.shape).to(x.dtype)).sum()
         terms.append((term.real if term.is_complex() else term).double())
-    return torch.stack(terms).sum() if terms else None
+    return terms
 
 
-def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
+def _classes(
+    again: Again, losses: Sequence[Tensor | None], parts: Sequence[Sequence[Tensor]]
+) -> list[tuple[int, ...]]:
     """Ranks that repeat a loss: it is the same, and not by chance."""
     found: list[tuple[int, ...]] = []
     for rank, loss in enumerate(losses):
@@ -251,6 +255,8 @@ def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, .
             and (at == rank or at not in again.ranks[rank].terms)
             # A NaN is not even near itself.
             and (at == rank or near(loss.detach(), other.detach(), 1e-6))
+            # The micro-batches of a policy's loss may take each other away.
+            and (len(parts[at]) != len(parts[rank]) or _same(parts[at], parts[rank]))
         )
         found.append(alike)
     if not again.calls:
@@ -274,7 +280,7 @@ def _derivatives(y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     return [x.to_dense() if x is not None and x.layout is not torch.strided else x for x in found]
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(near(x, y, 1e-6) for x, y in zip(a, b, strict=True))
 
 

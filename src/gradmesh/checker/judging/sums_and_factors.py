@@ -587,6 +587,7 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
     made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
     totals = _totals(context, rank)
     root = next((e.id for e in events if isinstance(e, Root)), None)
+    passes = sum(isinstance(e, Root) for e in events)
     terms = [] if root is None else [(root, 1.0, True)]
     seen, found = set[int](), []
     while terms:
@@ -602,7 +603,8 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
             value = number_in(context, rank, op)
             if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                 factor = 1 / value if name.startswith("div") else value
-                net *= factor
+                # The mean over micro-batches is no part of what counts entries.
+                net *= 1.0 if abs(factor * passes - 1) < 1e-9 and passes != ranks else factor
                 total = any(abs(n * each - 1) <= 1e-6 for n in (factor, net) for each in totals if each > 1)
                 if total or (whole and _counts_all(1 / net, taken[0], made, context, rank, ranks)):
                     line, by_number, divided = op.site, not total, context.tensor(rank, taken[0])

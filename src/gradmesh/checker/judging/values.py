@@ -292,6 +292,8 @@ def masks(context: Context) -> list[Finding]:
         same = len({x.shape for x in everything}) == 1 and all(
             torch.equal(x, everything[0]) for x in everything
         )
+        # Masks of different draws may be the same by chance, as where nothing is masked.
+        same = same and len({each.mask.random for each in every}) == 1
         if len(copies) == len(drawn) and same and context.again.calls:
             event = every[0].event
             said = "every rank draws the same mask, for another part of the activation"
