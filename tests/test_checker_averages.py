@@ -145,10 +145,15 @@ def test_micro_batches_of_different_sizes_that_count_alike_are_a_warning(
     assert all(text in texts[0] for text in expected) if expected else not texts
 
 
-def test_a_constant_that_is_the_number_of_ranks_by_chance_is_a_note(tmp_path: Path) -> None:
-    [note] = notes(tmp_path, loss=f"({MEAN} + model(x).abs().mean()) / 2")
+def test_a_loss_divided_by_a_constant_that_is_the_number_of_ranks_is_checked_on_more(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    loss = f"({MEAN} + model(x).abs().mean()) / 2"
+    path.write_text(SCRIPT.format(divide="pass", register="", rows="6", loss=loss))
+    verdict = check_script(Target(str(path)), ranks=2, steps=2)
+    assert (verdict.findings, verdict.ranks, verdict.followed) == ((), 4, 2)
+    [note] = verdict.notes
+    assert note.startswith("checked on 4 ranks, since the loss is divided by 2, a constant, at ")
     assert f"train.py:{SCRIPT.splitlines().index('    loss = {loss}') + 1}" in note
-    assert "on 4 ranks it does not" in note
 
 
 def test_a_division_that_more_ranks_cannot_show_is_a_note(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ QUICK = {
     "deep_residual",
     "penalty_over_data_set",
     "target_whole_at_first",
+    "chunked_log_probabilities",
+    "cross_entropy_overwrites_logits",
+    "norm_behind_cross_entropy_in_place",
+    "policy_micro_batches",
 }
 """A few kinds; the others have a sweep of their own: python -m pytest -m slow tests/test_checker_scripts.py."""
 

@@ -56,6 +56,7 @@ UNDIFFERENTIATED = {
     "tower_with_copy": "shards that two ranks have each",
     "norm_of_a_tied_table": "stages with other parameters on each rank",
     "private_gradients": "gradients by torch.func, clipped by sample",
+    "policy_micro_batches": "a ratio to a detached copy of itself, whose value is one",
     "gradients_of_the_step_before": "gradients of an earlier loss by intention",
     "generator_on_another_rank": "models of other parameters on each rank",
     "hook_that_codes_later": "gradients that are rounded by intention",

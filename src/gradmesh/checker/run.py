@@ -220,7 +220,9 @@ def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float)
     kept = tuple(each for each in verdict.findings if each not in dropped)
     if settled and not kept and other.ok:
         places = ", ".join(sorted({str(each.at) for each in dropped}))
-        note = f"checked on {more} ranks, since the loss is divided by {verdict.ranks}, a constant, at {places}"
+        note = (
+            f"checked on {more} ranks, since the loss is divided by {verdict.ranks}, a constant, at {places}"
+        )
         return replace(other, seconds=verdict.seconds, notes=(*other.notes, note))
     return replace(verdict, findings=kept, notes=(*verdict.notes, *notes))
 

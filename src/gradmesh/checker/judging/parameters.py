@@ -187,7 +187,7 @@ def truth_of(again: Again) -> Truth | None:
     losses = [torch.stack(terms).sum() if terms else None for terms in parts]
     if all(loss is None for loss in losses):
         return None
-    classes = _classes(again, losses, parts)
+    classes = _classes(again, losses, [[term.detach() for term in terms] for terms in parts])
     terms = [loss / len(group) for loss, group in zip(losses, classes, strict=True) if loss is not None]
     # A rank's own copy of the sum is not on its tape: that is done here.
     objective = torch.stack(terms).sum()
