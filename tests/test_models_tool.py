@@ -86,13 +86,10 @@ class _Local(Environment):
 
 
 @pytest.mark.parametrize("kind", seldom(["right", "wrong"], ["wrong"]))
-def test_ranks_are_held_beside_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_ranks_are_held_beside_one_process(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(STAND_IN)
-    monkeypatch.setattr("tools.models.parity.PROGRAM", str(script))
-    found = parity(_Local(), tmp_path / kind, "tp", 2, tmp_path)
+    found = parity(_Local(), (str(script), "gradients", kind, "tp"), 2, tmp_path)
     assert found.error == ""
     assert found.wrong == (kind == "wrong")
 

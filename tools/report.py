@@ -23,6 +23,7 @@ PAGES = {
     "docs/errors": "tools.errors",
     "docs/forces.svg": "tools.forces_picture",
     "docs/launch.md": "tools.generate",
+    "docs/libraries.md": "tools.libraries.__main__",
     "docs/models.md": "tools.models.__main__",
     "docs/no_sync.md": "tools.no_sync",
     "docs/pictures": "tools.pictures.__main__",

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from gradmesh.checker.findings import relative
 from tools.models.environments import ROOT, Environment
-from tools.models.parity import PROGRAM, Parity, parity
+from tools.models.parity import Parity, parity
 from tools.models.program import FAMILIES, PLANS, replicas
 
+PROGRAM = "tools/models/program.py"
 RELEASES = ("5.16.0", "5.18.0", "5.24.0")
 _LIMIT = 500.0
 Verdict = Literal["right", "wrong", "unchecked", "refused"]
@@ -101,7 +102,8 @@ def checked(cell: Cell, environment: Environment, folder: Path, fault: Sequence[
         return Row(cell, "unchecked", _LIMIT, error=f"not over after {_LIMIT:g} seconds")
     row = row_of(cell, out, error, time.perf_counter() - start)
     if row.verdict == "wrong" and not fault:
-        row.parity = parity(environment, model, cell.plan, cell.ranks, folder)
+        arguments = (PROGRAM, "gradients", str(model), cell.plan)
+        row.parity = parity(environment, arguments, cell.ranks, folder)
     return row
 
 

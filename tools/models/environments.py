@@ -17,16 +17,18 @@ class Environment:
     """Python with a release of transformers; it is made where it is not there.
 
     Args:
-        release: of transformers.
+        name: the release of transformers, or of the environment where `packages` says what is in it.
         folder: of all environments.
+        packages: a file of requirements.
     """
 
-    def __init__(self, release: str, folder: Path) -> None:
-        self.python = folder / release / "bin" / "python"
-        done = folder / release / "ready"
+    def __init__(self, name: str, folder: Path, packages: Path | None = None) -> None:
+        self.python = folder / name / "bin" / "python"
+        done = folder / name / "ready"
         if not done.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(folder / release)], check=True)
-            wanted = [f"torch=={TORCH}", f"transformers=={release}", "-r", str(REQUIREMENTS)]
+            subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+            own = ["-r", str(packages)] if packages else [f"transformers=={name}", "-r", str(REQUIREMENTS)]
+            wanted = [f"torch=={TORCH}", *own]
             subprocess.run([str(self.python), "-m", "pip", "install", "-q", *wanted], check=True)
             done.touch()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from gradmesh.launch.process_ranks import held_port
 from tools.models.environments import Environment
 
-PROGRAM = "tools/models/program.py"
 _LIMIT = 300.0
 _FAR = 1e-3
 _NOTHING = 1e-5
@@ -41,12 +41,11 @@ class Parity:
         return self.far is not None and self.far > _FAR
 
 
-def parity(environment: Environment, model: Path, plan: str, ranks: int, into: Path) -> Parity:
-    """Run a model in one process and on ranks, and compare."""
+def parity(environment: Environment, arguments: Sequence[str], ranks: int, into: Path) -> Parity:
+    """Run a program, which writes gradients to the file that it is given, in one process and on ranks, and compare."""
     files = [into / f"gradients-{rank}.pt" for rank in range(-1, ranks)]
     for file in files:
         file.unlink(missing_ok=True)
-    arguments = [PROGRAM, "gradients", str(model), plan]
     with held_port() as port:
         started = [environment.start(*arguments, str(files[0]))]
         started += [

@@ -320,7 +320,7 @@ def put_back(events: Sequence[Event]) -> frozenset[int]:
 
 
 def written_by_calls(events: Sequence[Event]) -> dict[int, tuple[int, set[int]]]:
-    """The tensors of the program that a call of a Function overwrites, by its number, with the event at which it begins.
+    """The tensors of the program that a Function overwrites, by the number of its call, with the event at its begin.
 
     They are what the call takes as they were before.
     """

@@ -1,6 +1,8 @@
 # about: logits in tiles that one buffer holds, folded in place into statistics of slices, in a Function of its own
 # ranks: 2
 # expect: none
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ def fold(tile: Tensor, targets: Tensor, first: int, most: Tensor, total: Tensor,
 
 class LogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         rows = len(hidden)
         most = torch.full((rows,), float("-inf"))
         total, chosen = torch.zeros(rows), torch.zeros(rows)
@@ -37,7 +39,7 @@ class LogProbabilities(torch.autograd.Function):
         return chosen - log_total, is_first
 
     @staticmethod
-    def backward(ctx, gradient, _):
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         hidden, weight, targets, log_total = ctx.saved_tensors
         chosen = nn.functional.one_hot(targets, len(weight))
         logits = (chosen - torch.exp(hidden @ weight.t() - log_total.unsqueeze(-1))) * gradient.unsqueeze(-1)

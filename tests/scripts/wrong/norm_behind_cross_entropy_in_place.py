@@ -3,6 +3,8 @@
 # expect: GM101
 # twin: cross_entropy_overwrites_logits
 # cut: head
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,13 +12,13 @@ from torch import Tensor, nn
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         total = gradient.clone()
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
@@ -24,7 +26,7 @@ class Gather(torch.autograd.Function):
 
 class CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets):
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         most = logits.amax(-1)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         logits -= most.unsqueeze(-1)
@@ -44,7 +46,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         softmax, elsewhere, own = ctx.saved_tensors
         softmax[torch.arange(len(own)), own] -= 1.0 - elsewhere.float()
         return softmax.mul_(gradient.unsqueeze(-1)), None

@@ -603,7 +603,7 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
             value = number_in(context, rank, op)
             if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                 factor = 1 / value if name.startswith("div") else value
-                # The mean over micro-batches is no part of what counts entries.
+                # The mean over micro-batches does not count entries.
                 net *= 1.0 if abs(factor * passes - 1) < 1e-9 and passes != ranks else factor
                 total = any(abs(n * each - 1) <= 1e-6 for n in (factor, net) for each in totals if each > 1)
                 if total or (whole and _counts_all(1 / net, taken[0], made, context, rank, ranks)):

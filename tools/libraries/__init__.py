@@ -1,0 +1,1 @@
+"""Training libraries under `gradmesh check`."""
