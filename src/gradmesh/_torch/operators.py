@@ -28,11 +28,13 @@ __all__ = [
     "dispatched_name",
     "fill_fresh_memory",
     "fused_attention",
+    "gives_view",
     "group_behind",
     "is_random",
     "is_view",
     "local_part",
     "need_dispatch",
+    "out_arguments",
     "profiler_of_all_threads",
     "reduction_of",
     "refuse_without_reductions",
@@ -74,6 +76,23 @@ def arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
     return tuple(
         (arg.name, arg.alias_info is not None and arg.alias_info.is_write) for arg in func._schema.arguments
     )
+
+
+@functools.cache
+def out_arguments(func: Any) -> tuple[str, ...]:
+    """The names of the arguments that an operator puts its results into.
+
+    >>> out_arguments(torch.ops.aten.exp.out)
+    ('out',)
+    """
+    return tuple(arg.name for arg in func._schema.arguments if arg.is_out)
+
+
+@functools.cache
+def gives_view(func: Any) -> bool:
+    """Whether the result of an operator is a view of what it takes."""
+    infos = [each.alias_info for each in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
 
 
 @functools.cache

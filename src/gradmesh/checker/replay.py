@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh._torch.operators import is_view
+from gradmesh._torch.operators import gives_view, is_view, out_arguments
 from gradmesh.autograd.traced import Encoded, decoded_on
 from gradmesh.checker.trace import (
     MOVES,
@@ -167,11 +167,11 @@ def results_of_operator(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor
         return value
 
     operator, args, kwargs = named_operator(event.name), valued(event.args), valued(event.kwargs)
-    outs = [kwargs.pop(each.name) for each in operator._schema.arguments if each.is_out]
+    outs = [kwargs.pop(each) for each in out_arguments(operator)]
     if not outs:
         return _flat(operator(*args, **kwargs))
     # Autograd refuses out=, but not a copy.
-    made = _flat(operator._overloadpacket(*args, **kwargs))
+    made = _flat(operator.overloadpacket(*args, **kwargs))
     return [out.copy_(y) for out, y in zip(outs, made, strict=True)]
 
 
@@ -341,16 +341,11 @@ def written_by_calls(events: Sequence[Event]) -> dict[int, tuple[int, set[int]]]
             for number in [event.id] if isinstance(event, ProgramInput) else event.outs:
                 if number not in taken:
                     inside[number] = call
-                    if isinstance(event, Op) and _is_view(event):
+                    if isinstance(event, Op) and gives_view(named_operator(event.name)):
                         root[number] = root.get(taken[0], taken[0])
                 elif call is not None and inside.get(whole := root.get(number, number)) != call:
                     written[call].add(whole)
     return {call: (begins[call], numbers) for call, numbers in written.items()}
-
-
-def _is_view(op: Op) -> bool:
-    returns = named_operator(op.name)._schema.returns
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
 class UnfaithfulError(Exception):

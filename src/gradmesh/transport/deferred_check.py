@@ -1320,7 +1320,7 @@ def shut_down(ends: Iterable[Sequence[str]], store: Any = None) -> None:
     of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
     ports = {f"{getattr(store, 'port', 0):04X}"}
     for local, remote, fd in _sockets():
-        if fd in of_python or ports & {local[-4:], remote[-4:]}:
+        if not remote or fd in of_python or ports & {local[-4:], remote[-4:]}:
             continue
         if other_ends.isdisjoint({(local, remote), ("", remote)}):
             continue
