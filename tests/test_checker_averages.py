@@ -152,7 +152,7 @@ def test_a_loss_divided_by_a_constant_that_is_the_number_of_ranks_is_checked_on_
     verdict = check_script(Target(str(path)), ranks=2, steps=2)
     assert (verdict.findings, verdict.ranks, verdict.followed) == ((), 4, 2)
     [note] = verdict.notes
-    assert note.startswith("checked on 4 ranks, since the loss is divided by 2, a constant, at ")
+    assert note.startswith("checked on 4 ranks, since on 2 a constant that divides the loss counts them, at ")
     assert f"train.py:{SCRIPT.splitlines().index('    loss = {loss}') + 1}" in note
 
 

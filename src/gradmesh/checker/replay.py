@@ -319,33 +319,37 @@ def put_back(events: Sequence[Event]) -> frozenset[int]:
     return frozenset(number for x in found for number in detached.get(x, ()))
 
 
-def written_by_calls(events: Sequence[Event]) -> dict[int, tuple[int, set[int]]]:
-    """The tensors of the program that a Function overwrites, by the number of its call, with the event at its begin.
-
-    They are what the call takes as they were before.
-    """
+def overwritten_by_calls(events: Sequence[Event]) -> Mapping[int, list[tuple[int, int]]]:
+    """The tensors that Functions take and overwrite: numbers of the call and the tensor, by the event before that."""
     begins: dict[int, int] = {}
-    written: dict[int, set[int]] = collections.defaultdict(set)
-    inside: dict[int, int | None] = {}
+    made: dict[int, tuple[int, int | None]] = {}
     root: dict[int, int] = {}
+    found: dict[tuple[int, int], int] = {}
     for at, event in enumerate(events):
         if isinstance(event, Alias):
             root[event.id] = root.get(event.of, event.of)
-        elif isinstance(event, (ProgramInput, Op)):
-            call = event.call if isinstance(event, Op) else None
-            taken = refs(event) if isinstance(event, Op) else []
+        elif isinstance(event, ProgramInput):
+            made[event.id] = at, None
+        elif isinstance(event, Op):
+            taken, call = refs(event), event.call
             if call is not None and call not in begins:
                 begins[call] = at
-                while isinstance(events[begins[call] - 1], (Alias, ProgramInput)):
+                while begins[call] and isinstance(events[begins[call] - 1], (Alias, ProgramInput)):
                     begins[call] -= 1
-            for number in [event.id] if isinstance(event, ProgramInput) else event.outs:
+            for number in event.outs:
                 if number not in taken:
-                    inside[number] = call
-                    if isinstance(event, Op) and gives_view(named_operator(event.name)):
+                    made[number] = at, call
+                    if gives_view(named_operator(event.name)):
                         root[number] = root.get(taken[0], taken[0])
-                elif call is not None and inside.get(whole := root.get(number, number)) != call:
-                    written[call].add(whole)
-    return {call: (begins[call], numbers) for call, numbers in written.items()}
+                elif call is not None:
+                    whole = root.get(number, number)
+                    since, by = made.get(whole, (-1, None))
+                    if by != call:
+                        found[call, whole] = max(begins[call], since + 1)
+    by_event: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+    for key, at in found.items():
+        by_event[at].append(key)
+    return by_event
 
 
 class UnfaithfulError(Exception):
@@ -401,11 +405,9 @@ class Rank:
         """Do what the events say; stops at each collective, until its results are there."""
         self.returned = put_back(events)
         self.continues = any(isinstance(event, Root) and event.passed_on for event in events)
-        overwrites: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
-        for call, (begin, numbers) in written_by_calls(events).items():
-            overwrites[begin] += [(call, number) for number in numbers]
+        overwritten = overwritten_by_calls(events)
         for at, event in enumerate(events):
-            for call, number in overwrites.get(at, ()):
+            for call, number in overwritten.get(at, ()):
                 if (x := self.tensors.get(number)) is not None:
                     self.given[call, number], self.tensors[number] = x, x.clone()
             if isinstance(event, ProgramInput):

@@ -220,9 +220,8 @@ def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float)
     kept = tuple(each for each in verdict.findings if each not in dropped)
     if settled and not kept and other.ok:
         places = ", ".join(sorted({str(each.at) for each in dropped}))
-        note = (
-            f"checked on {more} ranks, since the loss is divided by {verdict.ranks}, a constant, at {places}"
-        )
+        why = f"on {verdict.ranks} a constant that divides the loss counts them"
+        note = f"checked on {more} ranks, since {why}, at {places}"
         return replace(other, seconds=verdict.seconds, notes=(*other.notes, note))
     return replace(verdict, findings=kept, notes=(*verdict.notes, *notes))
 

@@ -524,7 +524,8 @@ class Checker:
                 connection.send({"blocked": blocked, "at_once": at_once})
 
     def _made(self) -> int:
-        return sum(log.made for log in self.logs.values())
+        with self._lock:
+            return sum(log.made for log in self.logs.values())
 
     def _failure(self) -> str:
         """The error of the last call, if it has failed; "": it has not."""

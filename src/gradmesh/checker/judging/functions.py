@@ -420,9 +420,8 @@ def _pairs(
     """For each rank the tensors of a call with the gradients that the program had for them."""
     found = []
     for rank, call in calls.items():
-        pairs = []
+        pairs, own = [], context.again.ranks[rank]
         for number, gradient in zip(getattr(call, numbers), getattr(call, gradients), strict=False):
-            own = context.again.ranks[rank]
             if number is None:
                 continue
             x = own.operand(call, number) if numbers == "ins" else own.tensors.get(number)

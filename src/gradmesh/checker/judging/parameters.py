@@ -254,9 +254,14 @@ def _classes(
             and other is not None
             and (at == rank or at not in again.ranks[rank].terms)
             # A NaN is not even near itself.
-            and (at == rank or near(loss.detach(), other.detach(), 1e-6))
-            # The micro-batches of a policy's loss may take each other away.
-            and (len(parts[at]) != len(parts[rank]) or _same(parts[at], parts[rank]))
+            and (
+                at == rank
+                or (
+                    near(loss.detach(), other.detach(), 1e-6)
+                    # The micro-batches of a policy's loss may take each other away.
+                    and (len(parts[at]) != len(parts[rank]) or _same(parts[at], parts[rank]))
+                )
+            )
         )
         found.append(alike)
     if not again.calls:
