@@ -147,8 +147,8 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 def _details(row: dict[str, Any]) -> list[str]:
     name = f"{row['family']}, {PROGRAMS[row['family']][1][row['plan']]}"
-    if row["error"]:
-        return [f"- {name}: `` {row['error']} ``"]
+    if row["verdict"] not in ("right", "wrong"):
+        return [f"- {name}: `` {row['error'] or next(iter(row['notes']), 'no note says why')} ``"]
     said = [
         f"- {name}: {each['rule']} at `{each['at']['file']}:{each['at']['line']}`: {each['message']}"
         for each in row["findings"]
