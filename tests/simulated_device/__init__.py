@@ -100,6 +100,8 @@ def mesh(backend: str = BACKEND) -> DeviceMesh:
 
 def grid(**sizes: int) -> DeviceMesh:
     """A mesh of some axes, as `gradmesh.mesh` makes it, whose groups have a backend of the device."""
+    if ON_CUDA:
+        return gm.mesh(**sizes)
     ranks = torch.arange(dist.get_world_size(), device="cpu").reshape(*sizes.values())
     groups = [
         dist.new_subgroups_by_enumeration(ranks.movedim(dim, -1).reshape(-1, n).tolist(), backend=BACKEND)[0]
