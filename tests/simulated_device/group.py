@@ -69,7 +69,7 @@ class SimulatedGroup(_ProcessGroup):
         self._host: Any = (
             dist.ProcessGroupGloo(c10d.PrefixStore("host", store), rank, size, timeout) if with_cpu else None
         )
-        self._names = {"name": "", "desc": ""}
+        self._names, self._store = {"name": "", "desc": ""}, store
         self._collectives = core().new_stream()
         self._messages: dict[object, int] = {}
         self._aborted = threading.Event()
@@ -131,6 +131,10 @@ class SimulatedGroup(_ProcessGroup):
         self._device._allgather_base(every, own).wait()
         rows = every.view(size, -1)
         return bool((rows[:, 0] == kind).all()) and torch.equal(rows[:, 1 : 1 + size], rows[:, 1 + size :].T)
+
+    def get_group_store(self) -> Any:
+        """The store, as other groups have one."""
+        return self._store
 
     def abort(self) -> None:
         """End the collectives that wait for others."""

@@ -69,7 +69,7 @@ from gradmesh._util.call_sites import call_site, is_of_the_program, stack_of
 from gradmesh._util.environment import HANG
 from gradmesh.backends import threads
 from gradmesh.backends.own_group import FLAGS
-from gradmesh.errors import CheckWarning, DeadlockError, GradmeshError, MismatchError, message
+from gradmesh.errors import AbortedError, CheckWarning, DeadlockError, GradmeshError, MismatchError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
 from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed, without_backward
@@ -324,7 +324,8 @@ class Checker:
                     break
                 self._changed.wait(_TICK)
             self._raised = self.error is not None
-            return self.error or (None if isinstance(error, GradmeshError) else self._reason)
+            of_backend = isinstance(error, AbortedError) or not isinstance(error, GradmeshError)
+            return self.error or (self._reason if of_backend else None)
 
     @contextlib.contextmanager
     def at_once(self, group: dist.ProcessGroup) -> Iterator[None]:
