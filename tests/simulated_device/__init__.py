@@ -125,7 +125,11 @@ def on_device(
     if ON_CUDA:
         return cuda.on_device(fn, *args, default=default)
     install()
-    with gm.use_mesh(mesh(backend)), delayed(delay), torch.device(NAME if default else "cpu"):
+    with (
+        gm.use_mesh(mesh(backend)),
+        delayed(delay),
+        torch.device(NAME) if default else contextlib.nullcontext(),
+    ):
         try:
             return fn(*args)
         finally:

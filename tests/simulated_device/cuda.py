@@ -33,7 +33,7 @@ def why_not() -> str | None:
 def on_device(fn: Callable[..., Any], *args: Any, default: bool = True, **_: Any) -> Any:
     """Run a function on a rank with its GPU as the default device; its kernels are as late as they are."""
     torch.cuda.set_device(gm.rank() % count())
-    with torch.device(f"cuda:{torch.cuda.current_device()}" if default else "cpu"):
+    with torch.device(f"cuda:{torch.cuda.current_device()}") if default else contextlib.nullcontext():
         try:
             return fn(*args)
         finally:
