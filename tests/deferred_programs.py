@@ -408,3 +408,68 @@ def sizes_beside_a_call() -> str:
     except gm.GradmeshError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _both_send_first(x: Tensor) -> None:
+    with gm.ordered():
+        gm.send(x.sin(), to=1 - gm.rank())
+        y = gm.recv(x, source=1 - gm.rank())
+        gm.backward(y.sum() * (1 + gm.rank()))
+
+
+def _other_shape(x: Tensor) -> None:
+    if gm.rank() == 0:
+        gm.send(x.detach()[:1], to=1)
+    else:
+        gm.recv(x.detach(), source=0).cpu()
+
+
+def _refused_send(x: Tensor) -> None:
+    if gm.rank() == 0:
+        gm.send(x.detach(), to=1, comm_dtype=torch.int32)
+    else:
+        gm.recv(x.detach(), source=0).cpu()
+
+
+def _two_in_other_order(x: Tensor) -> None:
+    shapes = [(1,), (2,)]
+    for n in shapes if gm.rank() == 0 else shapes[::-1]:
+        if gm.rank() == 0:
+            gm.send(x.detach().new_ones(n), to=1)
+        else:
+            gm.recv(x.detach().new_ones(n), source=0)
+
+
+MESSAGES = {
+    "both send first": _both_send_first,
+    "another shape": _other_shape,
+    "refused": _refused_send,
+    "another order": _two_in_other_order,
+}
+
+
+def messages(name: str) -> str:
+    """What a program of messages on the device raises on this rank."""
+    x = torch.ones(2, requires_grad=True)
+    try:
+        with contextlib.suppress(RuntimeError):  # of a kernel whose group was aborted
+            MESSAGES[name](x)
+        gm.barrier()
+    except gm.GradmeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def kept_message() -> list[float]:
+    """Rank 0 steps, and makes another call, before rank 1 receives its message."""
+    w = torch.ones(2, requires_grad=True)
+    w.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    if gm.rank() == 0:
+        gm.send(w.detach() * 3, to=1)
+        optimizer.step()
+    total = gm.all_reduce(w.detach(), dst=gm.R)
+    if gm.rank() == 1:
+        total = total + gm.recv(total, source=0)
+        optimizer.step()
+    return total.tolist()

@@ -307,10 +307,52 @@ def test_a_mismatch_ends_the_waits_in_other_groups() -> None:
     assert "rank 3: scan(" in third
 
 
-def on_device(program: Callable[[], Any]) -> Any:
+MESSAGES = {
+    "both send first": (
+        "rank 0: send(to=1) of float32[2] at ",
+        "rank 1: send(to=0) of float32[2] at ",
+        "permute(x, pairs=",
+    ),
+    "another shape": (
+        "rank 0: send(to=1) of float32[1] at ",
+        "rank 1: recv(source=0) of float32[2] at ",
+        "the same shape",
+    ),
+    "refused": ("rank 0: DTypeError at ", "rank 1: recv(source=0) of float32[2] at ", "fix the error"),
+    "another order": (
+        "rank 0: send(to=1) of float32[1] at ",
+        "rank 1: recv(source=0) of float32[2] at ",
+        "in one order",
+    ),
+}
+
+
+@pytest.mark.device
+@pytest.mark.processes
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_on_a_device_that_do_not_match_raise_on_both_ranks(name: str) -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    found = gm.launch(on_device, 2, backend=sd.POOL, args=(programs.messages, name), timeout=60)
+    assert found[0].startswith("DTypeError: " if name == "refused" else "MismatchError: ")
+    for text in found[name == "refused" :]:
+        assert "the messages of two ranks do not match" in text
+        assert all(words in text for words in MESSAGES[name]), text
+
+
+@pytest.mark.device
+@pytest.mark.processes
+def test_a_message_on_a_device_is_kept_for_a_receiver_that_comes_after_a_step() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    found = gm.launch(on_device, 2, backend=sd.POOL, args=(programs.kept_message,), timeout=60)
+    assert found == [[1.5, 1.5], [4.5, 4.5]]
+
+
+def on_device(program: Callable[..., Any], *args: Any) -> Any:
     found: list[Any] = []
     with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end
-        sd.on_device(lambda: found.append(program()))
+        sd.on_device(lambda: found.append(program(*args)))
     return found[0]
 
 

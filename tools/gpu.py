@@ -131,7 +131,8 @@ def benchmark(sizes: Sequence[int], repeats: int = 20) -> dict[str, dict[str, fl
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     found = {}
     for size in sizes:
-        x = torch.ones(size // 4 * count, device=sd.NAME)
+        device = "cuda" if sd.ON_CUDA else sd.NAME
+        x = torch.ones(size // 4 * count, device=device)
         part, own = x[: size // 4].clone(), x.clone()
         raw: dict[str, Callable[[], object]] = {
             "all_reduce": partial(dist.all_reduce, own, group=group),

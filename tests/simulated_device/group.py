@@ -5,7 +5,8 @@ A collective of device tensors runs on a stream of the group, behind what was qu
 The bytes are sent by Gloo. CPU tensors go to another Gloo group at once.
 
 Gloo ends the process where operands of different sizes meet. NCCL does not: its kernels wait, until the group is
-aborted. So do these: the ranks first exchange the kind and the sizes of the collective.
+aborted. So do these: the ranks first exchange the kind and the sizes of the collective. A message waits for its
+receiver, behind those between the same two ranks in either direction.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SimulatedGroup(_ProcessGroup):
         )
         self._names, self._store = {"name": "", "desc": ""}, store
         self._collectives = core().new_stream()
-        self._messages: dict[object, int] = {}
+        self._messages: dict[int, int] = {}
         self._aborted = threading.Event()
         self.launched: Counter[str] = Counter()
         self.seconds = 0.0
@@ -102,7 +103,7 @@ class SimulatedGroup(_ProcessGroup):
         def kernel() -> None:
             if seconds:
                 time.sleep(seconds)
-            if collective and not self._matches(name, memory, others):
+            if not (self._matches if collective else self._meets)(name, memory, others):
                 self._aborted.wait()
                 raise RuntimeError("the process group was aborted")
             (gloo(memory, *others) if listed else gloo(*memory, *others)).wait()
@@ -131,6 +132,19 @@ class SimulatedGroup(_ProcessGroup):
         self._device._allgather_base(every, own).wait()
         rows = every.view(size, -1)
         return bool((rows[:, 0] == kind).all()) and torch.equal(rows[:, 1 : 1 + size], rows[:, 1 + size :].T)
+
+    def _meets(self, name: str, memory: list[Tensor], others: Any) -> bool:
+        """Whether the other end of a message has as many bytes; called on the stream of the messages."""
+        peer, tag = others
+        size, answer = torch.tensor([memory[0].nbytes, 0], device="cpu").split(1)
+        if name == "send":
+            self._device.send([size], peer, tag + 1).wait()
+            self._device.recv([answer], peer, tag + 2).wait()
+        else:
+            self._device.recv([size], peer, tag + 1).wait()
+            answer.fill_(int(size) == memory[0].nbytes)
+            self._device.send([answer], peer, tag + 2).wait()
+        return bool(answer)
 
     def get_group_store(self) -> Any:
         """The store, as other groups have one."""
@@ -166,16 +180,16 @@ class SimulatedGroup(_ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        return self._made("send", tensors, peer, tag, stream=self._stream_of("to", peer))
+        return self._made("send", tensors, peer, tag, stream=self._stream_of(peer))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        return self._made("recv", tensors, peer, tag, stream=self._stream_of("from", peer))
+        return self._made("recv", tensors, peer, tag, stream=self._stream_of(peer))
 
-    def _stream_of(self, direction: str, peer: int) -> int:
-        key = direction, peer
-        if key not in self._messages:
-            self._messages[key] = core().new_stream()
-        return self._messages[key]
+    def _stream_of(self, peer: int) -> int:
+        """NCCL has one communicator for two ranks, which sends and receives in order."""
+        if peer not in self._messages:
+            self._messages[peer] = core().new_stream()
+        return self._messages[peer]
 
     # -- of CPU tensors alone
 

@@ -33,10 +33,17 @@ def column(tree):
 """,
     "messages": """\
 def messages(x, axis, sends, receives):
-    for to in sends:
-        gm.send(x, axis, to=to)
-    got = [gm.recv(x.new_empty(shape), axis, source=source) for source, shape in receives]
-    return torch.cat([x.new_zeros(0, 1), *(one.reshape(-1, 1) for one in got)])
+    me, got = gm.rank(axis), {}
+    ends = [(me, to, ()) for to in sends]
+    ends += [(source, me, (number, shape)) for number, (source, shape) in enumerate(receives)]
+    if not x.is_cpu:  # where a message waits for its receiver
+        ends.sort(key=lambda end: end[:2])
+    for source, to, wanted in ends:
+        if wanted:
+            got[wanted[0]] = gm.recv(x.new_empty(wanted[1]), axis, source=source)
+        else:
+            gm.send(x, axis, to=to)
+    return torch.cat([x.new_zeros(0, 1), *(got[number].reshape(-1, 1) for number in range(len(got)))])
 """,
     "by_hand": """\
 class ByHand(torch.autograd.Function):

@@ -135,6 +135,8 @@ def on_device(text: str, delay: float) -> Outcome:
                 shut_down([end[::-1] for end in connections()], _torch.default_store())
             elif ended.is_alive() and dist.group.WORLD is not None:
                 _torch.abort_group(dist.group.WORLD)
+            if (check := rank_state().deferred_check) is not None:
+                check.close()  # its error is shown, not those of the calls before it that wait
 
     try:
         simulated_device.on_device(run, delay=delay)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradmesh import _torch
 from gradmesh.backends import threads
 from gradmesh.errors import OrderError, message
 
@@ -287,6 +288,10 @@ def rank_state() -> RankState:
     return found if isinstance(found, RankState) else _process_state
 
 
+RETURNED = "gradmesh/returned/{}"
+"""The key in the store of the process group under which a rank that has made no deferred call says that it returned."""
+
+
 def run_to_end(run: Callable[[], T]) -> T:
     """Run the function of a rank.
 
@@ -302,6 +307,9 @@ def run_to_end(run: Callable[[], T]) -> T:
         started.check(at_the_end=True)
         if state.deferred_check is not None:
             state.deferred_check.finish()
+        elif dist.is_initialized() and state is _process_state:
+            with contextlib.suppress(RuntimeError):  # its host has ended
+                _torch.default_store().set(RETURNED.format(dist.get_rank()), str(state.launched))
     finally:
         started.abandon()
     return result

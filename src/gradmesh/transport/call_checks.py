@@ -45,7 +45,7 @@ import warnings
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakKeyDictionary
@@ -594,6 +594,58 @@ class OpCallCheck(CallCheck):
                 remedy=remedy,
             )
         )
+
+
+class MessageCheck(OpCallCheck):
+    """The check of one end of a message off the CPU, which the deferred check of the two ranks compares.
+
+    Args:
+        verb: "send" or "recv".
+        axis: the axis.
+        peer: the rank at the other end.
+        greeting: description of the message; it has to be the same on both ends.
+    """
+
+    __slots__ = ("_ends", "balance")
+
+    def __init__(self, verb: str, axis: Axis, peer: int, greeting: str) -> None:
+        sends = verb == "send"
+        ends = (axis.rank, peer) if sends else (peer, axis.rank)
+        said = Signature.of(verb, str(axis), f"{greeting} from rank {ends[0]} to rank {ends[1]}")
+        text = f"{verb}({'to' if sends else 'source'}={peer}) of {greeting}"
+        super().__init__(replace(said, text=text), None, deferred=True)
+        self._ends = sorted(ends)
+        self.balance = 1 if sends else RECEIVES
+
+    def refusal(self, words: list[str], deferred: bool = False) -> Exception:  # noqa: ARG002 - it always is
+        """What both ranks did, where, and the remedy."""
+        verbs = {said.partition("(")[0] for said in words}
+        if verbs == {"send", "recv"}:
+            remedy = (
+                "make the messages between two ranks in one order on both, and pass the same shape and dtype"
+            )
+        elif len(verbs) == 1:
+            pairs = [tuple(self._ends), tuple(self._ends[::-1])]
+            remedy = (
+                "receive first on one of the ranks, since off the CPU a message waits for its receiver; "
+                f"gradmesh.permute(x, pairs={pairs}) sends both ways at once"
+            )
+        else:
+            remedy = "fix the error reported above"
+        return MismatchError(
+            message(
+                "the messages of two ranks do not match",
+                op=self.verb,
+                axis=self._signature.axis,
+                expected="where one rank sends, the other one receives, with the same shape and dtype",
+                got="\n".join(f"rank {rank}: {said}" for rank, said in zip(self._ends, words, strict=True)),
+                remedy=remedy,
+            )
+        )
+
+
+RECEIVES = -1
+"""The checksum of a `recv`, which cancels that of the `send`."""
 
 
 def _cannot_join(peer_flags: Sequence[int]) -> bool:

@@ -23,7 +23,8 @@ others', the next one takes its place.
 A message is a JSON object, recognised by the key that only it has, and bytes. A rank sends:
 
     token      first of all: its `rank`, and the ranks that it knows to be `gone`
-    post       logs with new calls (name, first call, number of calls, members; the digests follow as bytes);
+    post       logs with new calls (name, first call, number of calls, members, whether they are messages; the digests
+               follow as bytes);
                whether it waits to `step`; how many functions were `launched`
     blocked    whether it is blocked, when that changes, and the call that it is in if that is compared `at_once`
     words      the answer to `ask`: each call as text, `where` its threads are, the `ends` of its connections
@@ -71,10 +72,17 @@ from gradmesh.backends import threads
 from gradmesh.backends.own_group import FLAGS
 from gradmesh.errors import AbortedError, CheckWarning, DeadlockError, GradmeshError, MismatchError, message
 from gradmesh.runtime.mesh import Axis
-from gradmesh.runtime.state import rank_state
-from gradmesh.transport.call_checks import OpCallCheck, flags_conflict, signed, without_backward
+from gradmesh.runtime.state import RETURNED, rank_state
+from gradmesh.transport.call_checks import (
+    RECEIVES,
+    MessageCheck,
+    OpCallCheck,
+    flags_conflict,
+    signed,
+    without_backward,
+)
 
-__all__ = ["Checker", "Log", "note"]
+__all__ = ["Checker", "Log", "note", "note_message"]
 
 _TICK = 0.25
 """Seconds after which a rank looks whether it has made calls, and posts if it has not."""
@@ -171,11 +179,12 @@ class _Connection:
 
 
 class Log:
-    """The calls of one rank on one group that were not compared yet.
+    """The calls of one rank on one group that were not compared yet, or its messages off the CPU to and from one rank.
 
     Args:
         checker: the rank's checker.
         axis: the axis.
+        peer: the rank at the other end of messages.
 
     Attributes:
         entries: the checks of the calls, in order; those that were compared are removed.
@@ -183,19 +192,23 @@ class Log:
         first: how many were removed.
         posted: how many were sent to the hub.
         made: how many were made.
+        awaited: how many of these have to be compared before a step: of messages all up to the last `recv`.
         known: whether the hub has the log.
         last: the last call.
     """
 
-    def __init__(self, checker: Checker, axis: Axis) -> None:
+    def __init__(self, checker: Checker, axis: Axis, peer: int | None = None) -> None:
         self.checker = checker
         self.group = weakref.ref(axis.group)
-        self.name: str = axis.group.group_name
+        self.name = _name(axis, peer)
         self.members = list(axis.global_ranks)
+        self.messages = peer is not None
+        if peer is not None:
+            self.members = [self.members[end] for end in sorted((axis.rank, peer))]
         self.axis = str(axis)
         self.entries: list[OpCallCheck] = []
         self.numbers = array("q")
-        self.first = self.posted = self.made = 0
+        self.first = self.posted = self.made = self.awaited = 0
         self.known = False
         self.last: OpCallCheck | None = None
         self._met: set[int] = set()
@@ -222,6 +235,8 @@ class Log:
         self.numbers.extend((check.digest, flags, signed(balance) if balance else 0))
         self.entries.append(check)
         self.made += 1
+        if not self.messages or balance == RECEIVES:
+            self.awaited = self.made
         self.last = check
         if (recorded := check.recorded) is not None:
             recorded.logged, recorded.site = self.made, check.site
@@ -240,7 +255,30 @@ def note(axis: Axis, check: OpCallCheck, balance: int = 0, refused: str = "") ->
         log.note(check, balance, refused)
 
 
-def _open(axis: Axis) -> Log | None:
+def note_message(axis: Axis, verb: str, peer: int, greeting: str, refused: str = "") -> None:
+    """Append one end of a message off the CPU to the log of the two ranks.
+
+    Args:
+        axis: the axis.
+        verb: "send" or "recv".
+        peer: the rank at the other end.
+        greeting: description of the message.
+        refused: why this rank aborts it instead.
+    """
+    log = _open(axis, peer)
+    if log is not None:
+        check = MessageCheck(verb, axis, peer, greeting)
+        if refused:
+            check.digest = ~check.digest
+        log.note(check, check.balance, refused)
+
+
+def _name(axis: Axis, peer: int | None) -> str:
+    name: str = axis.group.group_name
+    return name if peer is None else f"{name}, messages of {min(axis.rank, peer)} and {max(axis.rank, peer)}"
+
+
+def _open(axis: Axis, peer: int | None = None) -> Log | None:
     state = rank_state()
     checker = state.deferred_check
     if isinstance(checker, Checker) and checker.off and checker.is_of_this_world():
@@ -249,7 +287,7 @@ def _open(axis: Axis) -> Log | None:
         if isinstance(checker, Checker):
             checker.close()
         state.deferred_check = checker = Checker()
-    return checker.open(axis)
+    return checker.open(axis, peer)
 
 
 class Checker:
@@ -300,11 +338,11 @@ class Checker:
         world = self._world()
         return world is not None and dist.is_initialized() and dist.group.WORLD is world
 
-    def open(self, axis: Axis) -> Log:
-        """The log of a group."""
+    def open(self, axis: Axis, peer: int | None = None) -> Log:
+        """The log of a group, or of the messages to and from one of its ranks."""
         with self._lock:
-            name = axis.group.group_name
-            return self.logs.get(name) or self.logs.setdefault(name, Log(self, axis))
+            name = _name(axis, peer)
+            return self.logs.get(name) or self.logs.setdefault(name, Log(self, axis, peer))
 
     def fail(self) -> None:
         """Raise the error that was found."""
@@ -373,7 +411,7 @@ class Checker:
             return
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
-            wanted = [(log, log.made) for log in (self.logs.values() if logs is None else logs)]
+            wanted = [(log, log.awaited) for log in (self.logs.values() if logs is None else logs)]
             if not step and all(log.first >= made for log, made in wanted) and self.error is None:
                 return
             self._stepping = step
@@ -544,7 +582,7 @@ class Checker:
                 continue
             log.known = True
             blob += log.numbers[_NUMBERS * begin : _NUMBERS * (begin + new)].tobytes()
-            logs.append([log.name, log.posted, new, log.members])
+            logs.append([log.name, log.posted, new, log.members, log.messages])
             log.posted += new
         if logs or step:
             launched = self._state.launched
@@ -776,16 +814,18 @@ class _Stream:
 
 @dataclass
 class _Group:
-    """The logs of one group.
+    """The logs of one group, or of the messages of two ranks.
 
     Attributes:
         members: its global ranks.
+        messages: whether they are of messages, which a rank that sends does not wait for.
         agreed: how many calls were compared.
         failed: whether its ranks have an error.
         backwardless: the ranks that run no backward of a call, by its number in the log, where others do.
     """
 
     members: list[int]
+    messages: bool
     streams: dict[int, _Stream] = field(default_factory=dict)
     backwardless: dict[int, list[int]] = field(default_factory=dict)
     agreed: int = 0
@@ -801,9 +841,17 @@ class _Group:
         """The number of calls that every rank has made."""
         return min(map(self.count, self.members))
 
+    def awaited(self, rank: int) -> list[int]:
+        """The numbers of the calls of a rank that are not compared and wait for the others."""
+        calls = range(self.agreed, self.count(rank))
+        if not self.messages:
+            return [*calls]
+        balances = self.streams[rank].part(self.agreed, self.count(rank))[2]
+        return [number for number, balance in zip(calls, balances, strict=True) if balance == RECEIVES]
+
     def late(self, rank: int) -> list[int]:
-        """The ranks that have made fewer calls than a rank."""
-        made = self.count(rank)
+        """The ranks that have not made some call that a rank waits in."""
+        made = 1 + max(self.awaited(rank), default=-1)
         return [other for other in self.members if self.count(other) < made]
 
     def compare(self) -> tuple[int, list[int] | None] | None:
@@ -868,6 +916,7 @@ class Hub:
     """
 
     def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
         interface, hosts = _hosts(store)
         self._listener = socket.create_server((interface, 0), backlog=1024)
         self._token = secrets.token_hex(16)
@@ -1010,10 +1059,10 @@ class Hub:
 
     def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
         at, changed = 0, []
-        for name, start, count, members in logs:
+        for name, start, count, members, messages in logs:
             group = self._groups.get(name)
             if group is None:
-                group = self._groups[name] = _Group(members)
+                group = self._groups[name] = _Group(members, messages)
             stream = group.streams.get(rank)
             if stream is None or stream.count != start:
                 stream = group.streams[rank] = _Stream(start)
@@ -1136,9 +1185,9 @@ class Hub:
                 continue
             if group.failed:
                 return False
-            made = group.count(rank)
-            if group.agreed < made:
+            if group.awaited(rank):
                 return False
+            made = group.count(rank)
             if patient and any(
                 group.count(other) <= made and self._is_awaited(other, rank) for other in group.members
             ):
@@ -1175,6 +1224,7 @@ class Hub:
                 met = {other for other, peer in self._peers.items() if peer.at_once == call}
                 others = {*call[2]} - {rank} - met
                 needs[rank] = needs.get(rank, set()) | others
+        self._look_for_returned({other for others in needs.values() for other in others})
         stuck = {rank for rank, others in needs.items() if others}
         while True:
             freed = {
@@ -1201,11 +1251,20 @@ class Hub:
         if long:
             self._notice(long)
 
+    def _look_for_returned(self, ranks: set[int]) -> None:
+        """Read from the store which functions have returned on ranks that have made no deferred call."""
+        for rank in ranks:
+            peer = self._peers.get(rank)
+            if peer is None or (peer.connection is None and not peer.ended):
+                with contextlib.suppress(RuntimeError):
+                    if self._store.check([RETURNED.format(rank)]):
+                        self._peers[rank] = _Peer(returned=int(self._store.get(RETURNED.format(rank))))
+
     def _table(self, waits: dict[int, dict[str, list[int]]], then: Callable[[str, list[str]], None]) -> None:
         """Describe where ranks wait and where the ranks are that they wait for."""
         asked: dict[int, list[tuple[str, int]]] = {}
         for rank, found in waits.items():
-            asked[rank] = [(name, self._groups[name].least) for name in found]
+            asked[rank] = [(name, next(iter(self._groups[name].awaited(rank)))) for name in found]
         for found in waits.values():
             for name, late in found.items():
                 for rank in late:

@@ -39,6 +39,7 @@ from torch import Tensor
 from gradmesh._torch import functional
 from gradmesh.backends.own_group import FLAGS, OwnGroup, OwnWork
 from gradmesh.ops.transport import Transport, as_flat, bytes_of, dense, flattened
+from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import RankState, rank_state
 from gradmesh.transport import packing
@@ -120,6 +121,14 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
         return said.rstrip().decode(errors="replace")
     _recv(bytes_of(out), axis, peer)
     return None
+
+
+def _note_message(axis: Axis, verb: str, x: Tensor, peer: int, greeting: str) -> None:
+    """Off the CPU no header is sent: both ends are compared after the message was made."""
+    if not x.is_cpu and check_level():
+        from gradmesh.transport.deferred_check import note_message
+
+        note_message(axis, verb, peer, greeting)
 
 
 def withdraw(axis: Axis, peer: int, said: str) -> None:
@@ -355,10 +364,12 @@ class TorchGroup(GroupTransport):
 
     def post(self, x: Tensor, peer: int, greeting: str) -> None:
         """`isend`."""
+        _note_message(self.axis, "send", x, peer, greeting)
         post(self.copy(x), self.axis, peer, greeting)
 
     def fetch(self, out: Tensor, peer: int, greeting: str) -> str | None:
         """`recv`."""
+        _note_message(self.axis, "recv", out, peer, greeting)
         return receive(out, self.axis, peer, greeting)
 
     def withdraw_message(self, peer: int, said: str) -> None:

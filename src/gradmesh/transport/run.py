@@ -35,6 +35,7 @@ from gradmesh.transport.call_checks import (
     ValueCheck,
     call_check,
     calls_of,
+    refusal_text,
 )
 from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_axis
 from gradmesh.transport.packing import laid_out_as
@@ -43,6 +44,7 @@ from gradmesh.types import I, R, Type
 __all__ = [
     "abort",
     "apply",
+    "cause_of",
     "constants",
     "exchange_device",
     "fake_result",
@@ -133,11 +135,16 @@ def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Te
         state = rank_state()
         state.started.abandon()
         wire.withdraw(error)
-        if state.deferred_check is not None and isinstance(error, RuntimeError):
-            found = state.deferred_check.verdict(error)
-            if found is not None:
-                raise found from error
+        if (found := cause_of(error)) is not None:
+            raise found from error
         raise
+
+
+def cause_of(error: Exception) -> Exception | None:
+    """The error of the deferred check that a failed call is a consequence of; None: another one."""
+    check = rank_state().deferred_check
+    found = check.verdict(error) if check is not None and isinstance(error, RuntimeError) else None
+    return None if found is error else found
 
 
 def sent(op: Op, x: Tensor, wire: Transport) -> Tensor:
@@ -220,12 +227,17 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
     level, here = check_level(), on_cpu(x, axis)
     given = x.flat if isinstance(x, Packed) else x
     deferred = level == DEFERRED or (not here and isinstance(given, Tensor) and not is_fake(given))
-    if not here and (peer is not None or not deferred):
+    if not here and not deferred:
         return
     if peer is not None:
         if peer not in range(axis.size) or peer == axis.rank:
             return
-        if verb == "send":
+        if not here:
+            if level and not issubclass(type(axis.group), OwnGroup):
+                from gradmesh.transport.deferred_check import note_message
+
+                note_message(transport_axis(axis), verb, peer, "", refusal_text(error))
+        elif verb == "send":
             transport(axis).withdraw_message(
                 peer, f"none, because send() raised on rank {axis.rank}: {str(error).splitlines()[0]}"
             )

@@ -26,7 +26,7 @@ from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.runtime.state import rank_state
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import call_check, calls_of
-from gradmesh.transport.run import on_cpu
+from gradmesh.transport.run import cause_of, on_cpu
 from gradmesh.types import R, Type
 from gradmesh.verbs.call import Call
 
@@ -169,6 +169,10 @@ def barrier(axis: AxisLike = None) -> None:
                 signature.calls = calls
                 signature.count()
             dist.barrier(group=here.group)
+    except RuntimeError as error:
+        if (found := cause_of(error)) is not None:
+            raise found from error
+        raise
     except ValueError as error:  # torch no longer knows the group
         raise NotInitializedError(
             message(
