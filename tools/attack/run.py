@@ -19,7 +19,7 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh import _torch
 from gradmesh.runtime.state import rank_state
-from gradmesh.transport.deferred_check import connections, shut_down
+from gradmesh.transport.deferred_check import Checker, connections, shut_down
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, expected
 from tools.attack.meanings import Invalid
@@ -107,7 +107,7 @@ def on_rank(text: str) -> Outcome:
             state.deferred_check.flush()
         return found
     except Exception as error:
-        if state.deferred_check is not None and not isinstance(error, gm.GradmeshError):
+        if state.deferred_check is not None and type(error) is RuntimeError:
             error = state.deferred_check.verdict(error) or error  # of a kernel whose group was aborted
         state.started.abandon()  # the program ends here
         return _failure(error)
@@ -135,7 +135,7 @@ def on_device(text: str, delay: float) -> Outcome:
                 shut_down([end[::-1] for end in connections()], _torch.default_store())
             elif ended.is_alive() and dist.group.WORLD is not None:
                 _torch.abort_group(dist.group.WORLD)
-            if (check := rank_state().deferred_check) is not None:
+            if isinstance(check := rank_state().deferred_check, Checker):
                 check.close()  # its error is shown, not those of the calls before it that wait
 
     try:
