@@ -259,9 +259,12 @@ def page(found: dict[str, Any]) -> str:
         if not ran:
             parts.append("Not run.")
             continue
-        at = ran["machine"]
-        on = f" on {at['gpus']} GPU" if at.get("gpus", at["ranks"]) < at["ranks"] else ""
-        parts.append(f"{at['device']}, {at['ranks']} ranks{on}, torch {at['torch']}, {at['date']}.")
+        where: dict[str, list[str]] = {}
+        for section, at in ran["machines"].items():
+            on = f" on {at['gpus']} GPU" if at.get("gpus", at["ranks"]) < at["ranks"] else ""
+            ranks = f"{at['device']}, {at['ranks']} ranks{on}, torch {at['torch']}, {at['date']}"
+            where.setdefault(ranks, []).append(section)
+        parts.append("\n".join(f"* {', '.join(sections)}: {at}." for at, sections in where.items()))
         rows = [(name, ran[name]) for name in TESTS if name in ran]
         lines = ["| tests | passed | failed | not run | |", "|---|---|---|---|---|"]
         for name, each in rows:
@@ -287,9 +290,9 @@ def page(found: dict[str, Any]) -> str:
                 "| us | the group's own call | gradmesh | the host's part: own | gradmesh |",
                 "|---|---|---|---|---|",
             ]
-            ways = ("own", "gradmesh", "own, queued", "gradmesh, queued")
+            columns = ("own", "gradmesh", "own, queued", "gradmesh, queued")
             lines += [
-                f"| {name} | {' | '.join(f'{times[way]:.0f}' for way in ways)} |"
+                f"| {name} | {' | '.join(f'{times[way]:.0f}' for way in columns)} |"
                 for name, times in ran["benchmark"].items()
             ]
             parts.append("\n".join(lines))
@@ -312,7 +315,8 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
             print(reason, file=sys.stderr)
             return 1
         os.environ["GRADMESH_TEST_DEVICE"] = given.device
-        ran = {**found.get(given.device, {}), "machine": machine(given.device)}
+        ran = {**found.get(given.device, {})}
+        ran["machines"] = {**ran.get("machines", {})}
         sizes = (4096, 1 << 20, 1 << 26) if given.device == "cuda" else (4096, 1 << 18)
         for section in given.only or [*TESTS, "overlap", "benchmark"]:
             if section in TESTS:
@@ -323,6 +327,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
                     if section == "overlap"  # a default device costs each operator some microseconds
                     else _measured(benchmark, sizes, default=False)
                 )
+            ran["machines"][section] = machine(given.device)
             print(f"{section}: {cell(ran, section)}", flush=True)
             found[given.device] = ran
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -1182,7 +1182,8 @@ def send(
 ) -> Any:
     """Send a tensor to one rank, which calls `recv`; the other ranks do not participate.
 
-    It does not wait for the receiver: messages that were not received yet are kept in memory. If `send` raises, the
+    It does not wait for the receiver: on the CPU, messages that were not received yet are kept in memory; off the CPU,
+    the next message between the two ranks waits for it, so two ranks must not both send first. If `send` raises, the
     `recv` of the other rank raises too; if `recv` raises, its message is discarded. For gradients both ends have to be
     inside `ordered()`, where backward sends the messages in the other direction in reverse order: if the forward is
     free of deadlocks, so is the backward. Only reverse mode is supported, of any order; `permute` supports every mode.
@@ -1204,6 +1205,7 @@ def send(
 
     Raises:
         ArgumentError: `to` is this rank, or not a rank of the axis.
+        MismatchError: off the CPU, the other rank does not receive it next; raised after the call.
         OrderError: `x` requires grad outside of `ordered()`; a call in forward mode.
 
     Example:
@@ -1261,7 +1263,7 @@ def recv(
 
     Raises:
         ArgumentError: `source` is this rank, or not a rank of the axis.
-        MismatchError: the message has another shape or dtype (checked for CPU tensors).
+        MismatchError: the message has another shape or dtype; off the CPU also as for `send`, and after the call.
 
     Example:
         >>> def on_each_rank():
