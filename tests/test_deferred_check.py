@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import gradmesh as gm
+from gradmesh.autograd.averaging import instances_of
 from gradmesh.transport.deferred_check import connections, shut_down
 from tests import deferred_programs as programs
 from tests import simulated_device as sd
@@ -113,6 +115,28 @@ def test_a_rank_whose_first_call_comes_after_the_error_gets_it_too(monkeypatch: 
         assert "rank 1 has made no call" in text
 
 
+@pytest.mark.parametrize("look", [lambda: shut_down([]), lambda: instances_of(torch.nn.Module)])
+def test_what_looks_through_the_process_does_not_disturb_its_threads(look: Callable[[], object]) -> None:
+    """CPython cannot resize a tuple that a list of all objects holds."""
+    failed: list[SystemError] = []
+
+    def makes_tuples() -> None:
+        while not ended.is_set():
+            try:
+                tuple(number for number in range(3000))
+            except SystemError as error:
+                failed.append(error)
+
+    ended, thread = threading.Event(), threading.Thread(target=makes_tuples)
+    thread.start()
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        look()
+    ended.set()
+    thread.join()
+    assert not failed
+
+
 @pytest.mark.parametrize("by_python", [False, True])
 def test_connections_to_where_a_rank_listens_are_shut_down(by_python: bool) -> None:
     """Gloo may open one after the rank has sent the ends of those that it has."""
@@ -120,12 +144,11 @@ def test_connections_to_where_a_rank_listens_are_shut_down(by_python: bool) -> N
         port = f"{listens.getsockname()[1]:04X}"
         ends = [end for end in connections() if end == [f"0100007F:{port}", ""]]
         with socket.create_connection(listens.getsockname()) as connects, listens.accept()[0] as accepted:
-            other = connects if by_python else socket.socket.__base__(fileno=connects.detach())
+            connects.set_inheritable(not by_python)
             accepted.settimeout(0.1)
             shut_down(ends)
             with pytest.raises(TimeoutError) if by_python else contextlib.nullcontext():
                 assert accepted.recv(1) == b""
-            other.close()
 
 
 @pytest.mark.processes

@@ -47,6 +47,19 @@ _PASS_A_NUMBER = "pass the number of ranks that gradients are averaged over, suc
 _METADATA = "gradmesh.objective"
 
 
+def instances_of(*kinds: type) -> list[Any]:
+    """The objects of these classes and their subclasses.
+
+    Not by `gc.get_objects`: its list holds the tuples that other threads are making, which CPython then cannot resize
+    (SystemError: bad argument to internal function).
+    """
+    classes = list(kinds)
+    for each in classes:  # which grows meanwhile
+        classes += each.__subclasses__()
+    # type() instead of isinstance, as objects may override __class__.
+    return [each for each in gc.get_referrers(*classes) if issubclass(type(each), kinds)]
+
+
 class Averaged(NamedTuple):
     """How a wrapper averages one parameter's gradient: the divisor, and the group or mesh."""
 
@@ -245,15 +258,13 @@ class Averaging:
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
         found: dict[int, Averaged] = {}
-        for each in gc.get_objects():
-            # type() instead of isinstance, as objects may override __class__.
-            if issubclass(type(each), (DistributedDataParallel, *kinds)):
-                try:
-                    found |= _averaged_by(each, self.axis)
-                except AttributeError:  # a partially constructed wrapper
-                    continue
-                except ArgumentError:  # unknown divisor: assume that of the others
-                    found |= {id(p): Averaged(self.divisor, None) for p in each.parameters()}
+        for each in instances_of(DistributedDataParallel, *kinds):
+            try:
+                found |= _averaged_by(each, self.axis)
+            except AttributeError:  # a partially constructed wrapper
+                continue
+            except ArgumentError:  # unknown divisor: assume that of the others
+                found |= {id(p): Averaged(self.divisor, None) for p in each.parameters()}
         return found
 
     @functools.cached_property

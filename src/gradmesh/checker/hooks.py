@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import itertools
 import math
 import os
@@ -36,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
+from gradmesh.autograd.averaging import instances_of
 from gradmesh.checker.observed import Samplers
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
@@ -868,7 +868,7 @@ def _not_used(error: str) -> tuple[str, ...]:
     found = _UNUSED.search(error)
     if found is None:
         return ()
-    wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    wrappers = instances_of(DistributedDataParallel)
     if len(wrappers) != 1:
         return ()
     ignored = wrappers[0].parameters_to_ignore

@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import json
 import os
 import secrets
@@ -1378,12 +1377,13 @@ def shut_down(ends: Iterable[Sequence[str]], store: Any = None) -> None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     other_ends = {(remote, local) for local, remote in ends}
-    of_python = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
     ports = {f"{getattr(store, 'port', 0):04X}"}
     for local, remote, fd in _sockets():
-        if not remote or fd in of_python or ports & {local[-4:], remote[-4:]}:
+        if not remote or ports & {local[-4:], remote[-4:]}:
             continue
         if other_ends.isdisjoint({(local, remote), ("", remote)}):
             continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if os.get_inheritable(fd):  # Python makes its own not inheritable (PEP 446), as Gloo does not
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
