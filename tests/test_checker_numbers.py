@@ -84,6 +84,7 @@ for _ in range(2):
             ("takes a NaN", "on rank 1"),
         ),
         ("loss = y.abs().neg().sqrt().sum()", ("sqrt makes a NaN", "on rank 0")),
+        ("loss = y.sum() / float('nan')", ("div makes a NaN", "on rank 0")),
     ],
 )
 def test_the_first_value_that_is_not_finite_is_placed(
@@ -94,5 +95,6 @@ def test_the_first_value_that_is_not_finite_is_placed(
     verdict = check_script(Target(str(script)), ranks=2, steps=2, timeout=60.0)
     line = NOT_FINITE.splitlines().index("    {loss}") + 1
     first, *_ = [note for note in verdict.notes if "weight is not finite" in note]
+    assert not any("not analysed" in note for note in verdict.notes)
     assert all(text in first for text in (*expected, f"train.py:{line}"))
     assert not any(" at " in note for note in verdict.notes if note.startswith("step 2"))

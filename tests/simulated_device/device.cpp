@@ -138,8 +138,9 @@ void launch(int64_t id, py::function kernel) {
     try {
       py::reinterpret_steal<py::function>(held)();
     } catch (const std::exception& error) {
+      std::string said = error.what();  // runs Python code, in which another thread may take the GIL and wait for the mutex
       std::lock_guard lock(stream->mutex);
-      if (stream->error.empty()) stream->error = error.what();
+      if (stream->error.empty()) stream->error = said;
     }
   });
 }

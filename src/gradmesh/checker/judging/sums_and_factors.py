@@ -766,7 +766,7 @@ def _mean_of(
             x = context.tensor(
                 rank, op.outs[1]
             )  # what its entries weigh: those of ignore_index are not counted
-            return None if x is None else (int(x), factor, op.site, True)
+            return None if x is None or not x.isfinite() else (int(x), factor, op.site, True)
         if (name == "mean" and len(op.args) == 1) or (
             name in _MEANS - {"mean"} and (len(op.args) < 3 or op.args[2] == _MEAN_REDUCTION)
         ):
@@ -776,7 +776,7 @@ def _mean_of(
         summed = op.args[place:] == () if name == "sum" else op.args[place : place + 1] == (_SUM_REDUCTION,)
         if summed and abs(1 / factor - round(1 / factor)) < 1e-4:
             return round(1 / factor), 1.0, op.site, False
-        if name in ("mul", "div") and value:
+        if name in ("mul", "div") and value and math.isfinite(value):
             factor *= value if name == "mul" else 1 / value
         elif name not in ("view", "alias", "clone", "squeeze"):
             return None
