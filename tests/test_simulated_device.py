@@ -60,6 +60,7 @@ def unsynchronised_read(wait: bool) -> Tensor:
         sd.core().set_stream_delay(0, -1)
 
 
+@pytest.mark.timed
 def test_a_read_on_another_stream_without_waiting_sees_no_value(simulated: Simulated) -> None:
     assert all_nan(simulated(1)(unsynchronised_read, False)[0])
     assert simulated(1)(unsynchronised_read, True)[0].tolist() == [3.0, 3.0, 3.0]
