@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -116,8 +116,8 @@ class DeferredCheck(Protocol):
     def at_once(self, group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
         """The block makes a call that is compared at once."""
 
-    def flush(self) -> None:
-        """Wait until the calls that this rank has made were compared."""
+    def flush(self, logs: Iterable[Any] | None = None) -> None:
+        """Wait until the calls that this rank has made, or those in some logs, were compared."""
 
     def finish(self) -> None:
         """The function of the rank has returned: compare its last calls."""
@@ -289,7 +289,7 @@ def rank_state() -> RankState:
 
 
 RETURNED = "gradmesh/returned/{}"
-"""The key in the store of the process group under which a rank that has made no deferred call says that it returned."""
+"""The key in the store under which a rank says that it returned, to those that it is not connected to."""
 
 
 def run_to_end(run: Callable[[], T]) -> T:
@@ -307,8 +307,8 @@ def run_to_end(run: Callable[[], T]) -> T:
         started.check(at_the_end=True)
         if state.deferred_check is not None:
             state.deferred_check.finish()
-        elif dist.is_initialized() and state is _process_state:
-            with contextlib.suppress(RuntimeError):  # its host has ended
+        if dist.is_initialized() and state is _process_state:
+            with contextlib.suppress(RuntimeError, AttributeError):  # its host has ended, or there is none
                 _torch.default_store().set(RETURNED.format(dist.get_rank()), str(state.launched))
     finally:
         started.abandon()

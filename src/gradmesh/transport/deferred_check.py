@@ -35,6 +35,7 @@ and the hub:
 
     agreed     for each log, how many calls were compared; with `step`, the rank may step
     ask        describe these calls, because they differ or a rank is blocked
+    hurry      send the calls made by now, and the next one: a rank waits for them before a step
     notice     a text to print: for whom the rank waits
     mismatch   the first call that differs, with every rank's words: the rank's error
     hang       what every blocked rank waits for: the rank's error
@@ -201,7 +202,7 @@ class Log:
         self.group = weakref.ref(axis.group)
         self.name = _name(axis, peer)
         self.members = list(axis.global_ranks)
-        self.messages = peer is not None
+        self.messages, self.lock = peer is not None, threading.RLock()
         if peer is not None:
             self.members = [self.members[end] for end in sorted((axis.rank, peer))]
         self.axis = str(axis)
@@ -237,6 +238,9 @@ class Log:
         if not self.messages or balance == RECEIVES:
             self.awaited = self.made
         self.last = check
+        if checker.hurry:
+            checker.hurry = False
+            checker.post()
         if (recorded := check.recorded) is not None:
             recorded.logged, recorded.site = self.made, check.site
         if check.ahead and (kind := check.kind) not in self._met:
@@ -254,8 +258,9 @@ def note(axis: Axis, check: OpCallCheck, balance: int = 0, refused: str = "") ->
         log.note(check, balance, refused)
 
 
-def note_message(axis: Axis, verb: str, peer: int, greeting: str, refused: str = "") -> None:
-    """Append one end of a message off the CPU to the log of the two ranks.
+@contextlib.contextmanager
+def note_message(axis: Axis, verb: str, peer: int, greeting: str, refused: str = "") -> Iterator[None]:
+    """Append one end of a message off the CPU to the log of the two ranks; the block makes it.
 
     Args:
         axis: the axis.
@@ -265,11 +270,13 @@ def note_message(axis: Axis, verb: str, peer: int, greeting: str, refused: str =
         refused: why this rank aborts it instead.
     """
     log = _open(axis, peer)
-    if log is not None:
-        check = MessageCheck(verb, axis, peer, greeting)
-        if refused:
-            check.digest = ~check.digest
-        log.note(check, check.balance, refused)
+    with contextlib.nullcontext() if log is None else log.lock:
+        if log is not None:
+            check = MessageCheck(verb, axis, peer, greeting)
+            if refused:
+                check.digest = ~check.digest
+            log.note(check, check.balance, refused)
+        yield
 
 
 def _name(axis: Axis, peer: int | None) -> str:
@@ -279,14 +286,18 @@ def _name(axis: Axis, peer: int | None) -> str:
 
 def _open(axis: Axis, peer: int | None = None) -> Log | None:
     state = rank_state()
-    checker = state.deferred_check
-    if isinstance(checker, Checker) and checker.off and checker.is_of_this_world():
-        return None
-    if not isinstance(checker, Checker) or checker.closed or not checker.is_of_this_world():
-        if isinstance(checker, Checker):
-            checker.close()
-        state.deferred_check = checker = Checker()
-    return checker.open(axis, peer)
+    with _opening:
+        checker = state.deferred_check
+        if isinstance(checker, Checker) and checker.off and checker.is_of_this_world():
+            return None
+        if not isinstance(checker, Checker) or checker.closed or not checker.is_of_this_world():
+            if isinstance(checker, Checker):
+                checker.close()
+            state.deferred_check = checker = Checker()
+        return checker.open(axis, peer)
+
+
+_opening = threading.Lock()
 
 
 class Checker:
@@ -298,6 +309,7 @@ class Checker:
         threads: the threads that make calls.
         closed: whether it has ended.
         off: why it cannot compare calls; "": it can.
+        hurry: whether the next call is sent at once, since a rank waits for it before a step.
         returned: how many functions had been launched when the last one of them returned; 0: none has.
     """
 
@@ -319,7 +331,7 @@ class Checker:
         self._raised = self._refused = self._stepping = False
         self._failed = "", 0
         self._ends: list[list[str]] = []
-        self.off = ""
+        self.off, self.hurry = "", False
         self._gone: dict[int, str] = {}
         self._hub: Hub | None = None
         self._hub_rank = -1
@@ -411,10 +423,10 @@ class Checker:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             wanted = [(log, log.awaited) for log in (self.logs.values() if logs is None else logs)]
-            if not step and all(log.first >= made for log, made in wanted) and self.error is None:
-                return
             self._stepping = step
             self._post(step=step)
+            if not step and all(log.first >= made for log, made in wanted) and self.error is None:
+                return
             while self.error is None and not self.off and not self.closed:
                 if all(log.first >= made for log, made in wanted) and not self._stepping:
                     return
@@ -447,6 +459,7 @@ class Checker:
             self.closed = True
             self._changed.notify_all()
             if self._connection is not None:
+                self._post()
                 self._connection.send({"bye": "has left the process group"})
                 self._connection.close()
         if self._hub is not None:
@@ -570,6 +583,11 @@ class Checker:
         text, made = self._failed
         return text if made == self._made() else ""
 
+    def post(self) -> None:
+        """Send the digests of new calls."""
+        with self._lock:
+            self._post()
+
     def _post(self, *, step: bool = False) -> None:
         """Send the digests of new calls, and that an optimizer is about to step; called with the lock."""
         if self._connection is None:
@@ -604,6 +622,9 @@ class Checker:
             connection.send({"words": words, "number": said["number"], "where": where, "ends": connections()})
         elif "closing" in said:
             self._gone |= {int(rank): how for rank, how in said["closing"].items()}
+        elif "hurry" in said:
+            self.hurry = True
+            self.post()
         elif "notice" in said:
             print(said["notice"], file=sys.stderr, flush=True)
         elif "failed" in said:
@@ -933,6 +954,7 @@ class Hub:
         self._asked = 0
         self._noticed: set[str] = set()
         self._agreed: dict[int, dict[str, int]] = {}
+        self._hurried: dict[int, tuple[int, int]] = {}
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradmesh deferred check hub", daemon=True)
 
@@ -1058,6 +1080,7 @@ class Hub:
 
     def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
         at, changed = 0, []
+        self._hurried.pop(rank, None)  # which is asked again for what it has not made yet
         for name, start, count, members, messages in logs:
             group = self._groups.get(name)
             if group is None:
@@ -1066,6 +1089,9 @@ class Hub:
             if stream is None or stream.count != start:
                 stream = group.streams[rank] = _Stream(start)
                 group.agreed = max(group.agreed, start)
+                for member, each in group.streams.items():
+                    if each.start < group.agreed:  # this hub's predecessor has compared them
+                        self._agreed.setdefault(member, {})[name] = group.agreed
             stream.numbers.frombytes(blob[at : at + _BYTES * count])
             at += _BYTES * count
             changed.append((name, group))
@@ -1137,7 +1163,9 @@ class Hub:
         peer = self._peers.get(rank)
         if peer is None:
             return f"rank {rank} has made no call"
-        return f"rank {rank} {peer.ended or (_RETURNED if peer.returned else 'does not answer')}"
+        returned = peer.returned and peer.returned >= max(other.launched for other in self._peers.values())
+        silent = "does not answer" if peer.connection else "has made no call"
+        return f"rank {rank} {peer.ended or (_RETURNED if returned else silent)}"
 
     def _has_ended(self, rank: int, waits: int) -> bool:
         """Whether a rank will not make the call for which another one waits.
@@ -1173,6 +1201,12 @@ class Hub:
             if peer.stepping is not None and peer.connection is not None and self._may_step(rank, peer):
                 peer.stepping = None
                 said["step"] = peer.steps
+            elif peer.stepping is not None:
+                waits = self._waits(rank).items()
+                for other in {one for name, late in waits if self._groups[name].messages for one in late}:
+                    if self._hurried.get(other) != (rank, peer.steps):
+                        self._hurried[other] = rank, peer.steps
+                        self._send(other, {"hurry": True})
             if len(said) > 1 or said["agreed"]:
                 self._send(rank, said)
 
@@ -1206,7 +1240,14 @@ class Hub:
         """The groups in which calls of a rank are unmatched, each with the ranks that have not made the call."""
         waits = {}
         for name, group in self._groups.items():
-            if rank in group.streams and not group.failed and (late := group.late(rank)):
+            if rank not in group.streams or group.failed:
+                continue
+            late = group.late(rank)
+            if group.messages and not late:  # a message that is never received stays on the device for ever
+                others = [other for other in group.members if group.count(other) < group.count(rank)]
+                self._look_for_returned({*others})
+                late = [other for other in others if self._has_ended(other, rank)]
+            if late:
                 waits[name] = late
         return waits
 
@@ -1234,6 +1275,11 @@ class Hub:
             if not freed:
                 break
             stuck -= freed
+        # A message does not make the host wait, which may be busy before it sends the one that the others wait for.
+        if all(
+            self._groups[name].messages for rank in stuck & waits.keys() for name in waits[rank]
+        ) and not any(self._has_ended(other, rank) for rank in stuck for other in needs[rank]):
+            stuck = {rank for rank in stuck if now - (self._peers[rank].blocked or now) > _NOTICE}
         if ends := {rank: late for rank, late in waits.items() if rank in stuck}:
             self._hang(ends, "ranks wait for calls that no rank will make")
             return
@@ -1263,7 +1309,10 @@ class Hub:
         """Describe where ranks wait and where the ranks are that they wait for."""
         asked: dict[int, list[tuple[str, int]]] = {}
         for rank, found in waits.items():
-            asked[rank] = [(name, next(iter(self._groups[name].awaited(rank)))) for name in found]
+            asked[rank] = [
+                (name, next(iter(self._groups[name].awaited(rank)), self._groups[name].agreed))
+                for name in found
+            ]
         for found in waits.values():
             for name, late in found.items():
                 for rank in late:

@@ -123,12 +123,15 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     return None
 
 
-def _note_message(axis: Axis, verb: str, x: Tensor, peer: int, greeting: str) -> None:
-    """Off the CPU no header is sent: both ends are compared after the message was made."""
-    if not x.is_cpu and check_level():
-        from gradmesh.transport.deferred_check import note_message
+def _noted(
+    axis: Axis, verb: str, x: Tensor, peer: int, greeting: str
+) -> contextlib.AbstractContextManager[None]:
+    """Off the CPU no header is sent: both ends are compared after the message was made, in the block."""
+    if x.is_cpu or not check_level():
+        return _UNWATCHED
+    from gradmesh.transport.deferred_check import note_message
 
-        note_message(axis, verb, peer, greeting)
+    return note_message(axis, verb, peer, greeting)
 
 
 def withdraw(axis: Axis, peer: int, said: str) -> None:
@@ -364,13 +367,13 @@ class TorchGroup(GroupTransport):
 
     def post(self, x: Tensor, peer: int, greeting: str) -> None:
         """`isend`."""
-        _note_message(self.axis, "send", x, peer, greeting)
-        post(self.copy(x), self.axis, peer, greeting)
+        with _noted(self.axis, "send", x, peer, greeting):
+            post(self.copy(x), self.axis, peer, greeting)
 
     def fetch(self, out: Tensor, peer: int, greeting: str) -> str | None:
         """`recv`."""
-        _note_message(self.axis, "recv", out, peer, greeting)
-        return receive(out, self.axis, peer, greeting)
+        with _noted(self.axis, "recv", out, peer, greeting):
+            return receive(out, self.axis, peer, greeting)
 
     def withdraw_message(self, peer: int, said: str) -> None:
         """Send a header without a message."""

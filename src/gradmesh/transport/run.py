@@ -236,7 +236,8 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
             if level and not issubclass(type(axis.group), OwnGroup):
                 from gradmesh.transport.deferred_check import note_message
 
-                note_message(transport_axis(axis), verb, peer, "", refusal_text(error))
+                with note_message(transport_axis(axis), verb, peer, "", refusal_text(error)):
+                    pass
         elif verb == "send":
             transport(axis).withdraw_message(
                 peer, f"none, because send() raised on rank {axis.rank}: {str(error).splitlines()[0]}"

@@ -1184,9 +1184,10 @@ def send(
 
     It does not wait for the receiver: on the CPU, messages that were not received yet are kept in memory; off the CPU,
     the next message between the two ranks waits for it, so two ranks must not both send first. If `send` raises, the
-    `recv` of the other rank raises too; if `recv` raises, its message is discarded. For gradients both ends have to be
-    inside `ordered()`, where backward sends the messages in the other direction in reverse order: if the forward is
-    free of deadlocks, so is the backward. Only reverse mode is supported, of any order; `permute` supports every mode.
+    `recv` of the other rank raises too; if `recv` raises, its message is discarded on the CPU. For gradients both ends
+    have to be inside `ordered()`, where backward sends the messages in the other direction in reverse order: if the
+    forward is free of deadlocks, so is the backward. Only reverse mode is supported, of any order; `permute` supports
+    every mode.
 
     ::
 
