@@ -36,6 +36,7 @@ _DTYPES = {
 }
 """Those of NCCL, which has no complex ones."""
 
+_ABORTED = "the process group was aborted"
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs know none of what torch calls
 
@@ -74,6 +75,7 @@ class SimulatedGroup(_ProcessGroup):
         self._collectives = core().new_stream()
         self._messages: dict[int, int] = {}
         self._aborted = threading.Event()
+        self._running: set[threading.Event] = set()
         self.launched: Counter[str] = Counter()
         self.seconds = 0.0
 
@@ -105,8 +107,8 @@ class SimulatedGroup(_ProcessGroup):
                 time.sleep(seconds)
             if not (self._matches if collective else self._meets)(name, memory, others):
                 self._aborted.wait()
-                raise RuntimeError("the process group was aborted")
-            (gloo(memory, *others) if listed else gloo(*memory, *others)).wait()
+                raise RuntimeError(_ABORTED)
+            self._end_of(gloo(memory, *others) if listed else gloo(*memory, *others))
 
         core().block(stream, core().mark(core().current_stream()))
         launch(kernel, stream)
@@ -129,9 +131,26 @@ class SimulatedGroup(_ProcessGroup):
             receive = send = size * [sum(x.nbytes for x in memory)]
         own = torch.tensor([kind, *send, *receive], device="cpu")
         every = torch.empty(size * own.numel(), dtype=own.dtype, device="cpu")
-        self._device._allgather_base(every, own).wait()
+        self._end_of(self._device._allgather_base(every, own))
         rows = every.view(size, -1)
         return bool((rows[:, 0] == kind).all()) and torch.equal(rows[:, 1 : 1 + size], rows[:, 1 + size :].T)
+
+    def _end_of(self, work: dist.Work) -> None:
+        """Wait for a call of Gloo's, or for the abort: Gloo does not always wake a send whose connection is closed."""
+        try:
+            future = work.get_future()
+        except RuntimeError:  # of a message
+            work.wait()
+            return
+        over = threading.Event()
+        self._running.add(over)
+        future.add_done_callback(lambda _: over.set())
+        if not self._aborted.is_set():
+            over.wait()
+        self._running.discard(over)
+        if not future.done():
+            raise RuntimeError(_ABORTED)
+        future.wait()
 
     def _meets(self, name: str, memory: list[Tensor], others: Any) -> bool:
         """Whether the other end of a message has as many bytes; called on the stream of the messages."""
@@ -153,6 +172,8 @@ class SimulatedGroup(_ProcessGroup):
     def abort(self) -> None:
         """End the collectives that wait for others."""
         self._aborted.set()
+        for over in tuple(self._running):
+            over.set()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._made("allreduce", tensors, opts or dist.AllreduceOptions())
