@@ -195,18 +195,12 @@ is_legacy_batched: Callable[[torch.Tensor], bool] = required(
 """Whether a tensor is batched by `torch.autograd.grad(is_grads_batched=True)` (legacy vmap)."""
 
 
-def _batch_level() -> int:
-    """The nesting level of legacy vmap on the calling thread."""
+def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run `work` on the unbatched tensor, with the batch as first dimension, and batch the result again."""
     if isinstance(_leave_batch, Missing):
         _leave_batch()  # before the level is changed
     level: int = _enter_batch() - 1
     _leave_batch()
-    return level
-
-
-def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run `work` on the unbatched tensor, with the batch as first dimension, and batch the result again."""
-    level = _batch_level()
     whole = _take_out(x, level, 0, 0)
     batched: torch.Tensor = _put_in(work(whole), 0, level)
     return batched

@@ -29,10 +29,11 @@ import typing_extensions
 from gradmesh._util.environment import TRACEBACK
 from gradmesh.errors import GradmeshError, RankError
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+GRADMESH = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTERNAL = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    _PACKAGE,
+    TORCH,
+    GRADMESH,
     threading.__file__,
     contextlib.__file__,  # `coalesce()` sends at the end of its block
     typing_extensions.__file__,  # wraps deprecated functions of torch

@@ -171,15 +171,28 @@ class Averaging:
             if op is None:
                 continue
             ranks = frozenset(op.axis.global_ranks)
-            counts = self._overlaps(graph, node, ranks, ends)
-            if len(counts) > 1:
+            # How many of the op's ranks the parameters behind the node are averaged over.
+            counts = {
+                averaged.over: len(ranks & averaged.ranks)
+                for *_, averaged in ends
+                if averaged.over is not None
+            }
+            if len(set(counts.values())) > 1:
+                below = graph.below(node)
+                counts = {
+                    averaged.over: counts[averaged.over]
+                    for end, _, _, averaged in ends
+                    if averaged.over in counts and end in below
+                }
+            amounts = set(counts.values())
+            if len(amounts) > 1:
                 self._refuse(
                     f"{op.verb} on axis {op.axis} {_place(node)}, whose parameters are averaged over "
-                    f"{' and '.join(map(str, sorted(counts)))} of its ranks",
+                    f"{' and '.join(map(str, sorted(amounts)))} of its ranks",
                     "one call per group of parameters that are averaged over the same ranks",
                     "call the verb separately for each group of parameters",
                 )
-            n = counts.pop() if counts else 1
+            n = amounts.pop() if amounts else 1
             if n == 1:
                 continue
             if op.dst is not I:
@@ -193,26 +206,6 @@ class Averaging:
             else:
                 _warn_of_unpaired(op, node)
         return found
-
-    def _overlaps(
-        self,
-        graph: Graph,
-        node: Any,
-        ranks: frozenset[int],
-        ends: list[End],
-    ) -> set[int]:
-        """How many of `ranks` the parameters behind a node are averaged over."""
-        counts = {
-            averaged.over: len(ranks & averaged.ranks) for *_, averaged in ends if averaged.over is not None
-        }
-        if len(set(counts.values())) > 1:
-            below = graph.below(node)
-            counts = {
-                averaged.over: counts[averaged.over]
-                for end, _, _, averaged in ends
-                if averaged.over in counts and end in below
-            }
-        return set(counts.values())
 
     def _refuse_both_ways(self, what: str) -> NoReturn:
         self._refuse(
@@ -514,7 +507,9 @@ class Graph:
         while stack:
             node = stack.pop()
             if isinstance(node, BackwardCFunction):
-                op = _op_of(node)
+                op = getattr(node, "op", None)
+                op = op.op if isinstance(op, Traced) else op
+                op = op if isinstance(op, LinearOp) and hasattr(op, "axis") else None
                 if op is not None and op.axis.size > 1 and I in (op.src, op.dst):
                     self.ops[node] = op
                 elif type(node).__name__ == "CheckpointFunctionBackward":
@@ -561,13 +556,6 @@ class Graph:
 
 def _place(node: Any) -> str:
     return show_site(node.call.site if hasattr(node, "call") else None)
-
-
-def _op_of(node: Any) -> LinearOp | None:
-    """The op of a node of the graph."""
-    op = getattr(node, "op", None)
-    op = op.op if isinstance(op, Traced) else op
-    return op if isinstance(op, LinearOp) and hasattr(op, "axis") else None
 
 
 _DEEP = 4

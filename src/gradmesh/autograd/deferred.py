@@ -310,7 +310,11 @@ class DeferredReductions:
             if leaf.requires_grad:
                 wanted.append((leaf, total))
             else:
-                _add_to_frozen(leaf, total)
+                with torch.no_grad():  # it was frozen since; autograd would skip it
+                    if leaf.grad is None:
+                        leaf.grad = total.clone(memory_format=torch.contiguous_format)
+                    else:
+                        leaf.grad.add_(total)
         if wanted:
             # They are referenced here and may be views, so torch copies them into .grad.
             torch.autograd.backward([leaf for leaf, _ in wanted], [total for _, total in wanted])
@@ -328,15 +332,6 @@ class DeferredReductions:
         """The entries of axes on which a backward pass has deferred a reduction, on this rank or on others."""
         axes = {entry.op.axis for entry in list(self._entries.values()) if entry.reached}
         return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
-
-
-def _add_to_frozen(leaf: Tensor, total: Tensor) -> None:
-    """Add to `.grad` of a leaf that was frozen since; autograd would skip it."""
-    with torch.no_grad():
-        if leaf.grad is None:
-            leaf.grad = total.clone(memory_format=torch.contiguous_format)
-        else:
-            leaf.grad.add_(total)
 
 
 def _refuse_freed(deferred: list[DeferredReduction]) -> None:

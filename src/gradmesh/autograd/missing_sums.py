@@ -101,7 +101,7 @@ def _compare(op: LinearOp, call: CallRecord, leaves: list[Tensor]) -> None:
     state, mine = rank_state(), {}
     problem, remedy = MISSING_SUM
     for leaf in leaves:
-        if _comparable(leaf) and leaf.grad is not None and _comparable(leaf.grad) and not _plain(leaf):
+        if _comparable(leaf) and leaf.grad is not None and _comparable(leaf.grad) and not is_plain(leaf):
             mine[_number(leaf), _number(leaf.grad)] = leaf
     every = [set(pairs) for pairs in _exchanged(op, list(mine))]
     suspects = state.get_or_create(_Suspects)
@@ -153,7 +153,7 @@ def _comparable(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.is_cpu and not x.is_quantized
 
 
-def _plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether parameters that each rank has for itself may be equal by chance: zeros, ones, or one repeated number."""
     values = x.flatten()
     return bool((values == values[:1]).all()) and (x.numel() != 1 or bool((values == 0) | (values == 1)))

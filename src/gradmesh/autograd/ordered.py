@@ -87,7 +87,10 @@ class Order:
         if compiling():
             return self._compiled_ordered(op, x)
         if not self.here:
-            return self._recompute(op, x)
+            self.refuse_reentrant(op)  # runs again for a checkpoint, without an ordered op
+            if not saves_for_a_checkpoint():  # a collective in a hook is not ordered
+                return apply_unordered(op, x)
+            return apply_ordered(op, x, _spare_token(token_device(x)))[0]
         y, self._token = apply_ordered(op, x, self._next(op, x))
         return y
 
@@ -161,13 +164,6 @@ class Order:
         self._count = max(self._count, 1)  # a counter would make Dynamo recompile at each call
         y, self._token = compiled_ordered(op, x, self._token)
         return y
-
-    def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
-        """Run a collective again for a checkpoint, without adding an ordered op."""
-        self.refuse_reentrant(op)
-        if not saves_for_a_checkpoint():  # a collective in a hook is not ordered
-            return apply_unordered(op, x)
-        return apply_ordered(op, x, _spare_token(token_device(x)))[0]
 
     def refuse_reentrant(self, op: Op) -> None:
         """Raise in a reentrant checkpoint, where a collective has no graph and only some ranks recompute it."""

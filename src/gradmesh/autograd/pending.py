@@ -383,7 +383,7 @@ class Pending(Generic[T]):
         self._mark_waited()
         self._operand = None
         # From here on only the result is referenced.
-        self._over, result = _true, self._result
+        self._over, result = (lambda: True), self._result
         if self._future is not None:
             self._future = lambda: _completed(result)
         return result
@@ -537,7 +537,7 @@ def start_op(
         then: computes the return value of `wait` from the op's result; defaults to the identity.
         steps: whether `then` makes further calls, so that only `wait` can run it.
     """
-    axis, finish = str(op.axis), then if then is not None else _identity
+    axis, finish = str(op.axis), then if then is not None else lambda y: y
     apart = not compiling() and not tracing() and runs_async(op, x)
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
@@ -584,17 +584,10 @@ def combined(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
     )
 
 
-def _true() -> bool:
-    return True
-
-
-def _identity(y: Tensor) -> Tensor:
-    return y
-
-
 def _completed(value: T) -> torch.futures.Future[T]:
     future: torch.futures.Future[T] = torch.futures.Future()
-    future.set_result(_detached(value))
+    found = [with_names(leaf.detach(), known_names(leaf)) for _, leaf in leaves(value, "future", "")]
+    future.set_result(rebuilt(value, iter(found)))
     return future
 
 
@@ -612,11 +605,6 @@ def _future_of(job: WorkItem[Tensor] | StreamItem, finish: Callable[[Tensor], T]
 
     job.then(complete)
     return future
-
-
-def _detached(value: Any) -> Any:
-    found = [with_names(leaf.detach(), known_names(leaf)) for _, leaf in leaves(value, "future", "")]
-    return rebuilt(value, iter(found))
 
 
 def version(x: Tensor | None) -> int:

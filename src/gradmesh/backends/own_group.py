@@ -137,11 +137,6 @@ class OwnWork(dist.Work):
         self.wait()
         return completed(self.given)
 
-    def giving(self, result: object) -> OwnWork:
-        """Set the value of `result()` and the future."""
-        self.given = result
-        return self
-
 
 never_compiled(OwnWork)
 
@@ -340,15 +335,7 @@ class TorchNames(dist.ProcessGroup):
         """The description of the group, if any."""
         return self._desc
 
-    @property
-    @override
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    @override
-    def group_desc(self) -> str:
-        return self._desc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @override
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -433,9 +420,10 @@ class TorchNames(dist.ProcessGroup):
                     remedy="pass one list per rank, each with as many output tensors as there are inputs",
                 )
             )
-        work: Any = self.allgather([list(of_ranks) for of_ranks in zip(*outputs, strict=True)], inputs, opts)
-        gathered: dist.Work = work.giving(outputs)
-        return gathered
+        gathered = [list(of_ranks) for of_ranks in zip(*outputs, strict=True)]
+        work: dist.Work = self.allgather(gathered, inputs, opts)
+        work.given = outputs  # type: ignore[attr-defined]  # what `result()` and the future give
+        return work
 
     @override
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -447,11 +435,7 @@ class TorchNames(dist.ProcessGroup):
 
     # -- the names up to torch 2.12
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.all_gather_single(output, input, opts)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.reduce_scatter_single(output, input, opts)
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     @override
     def allgather_into_tensor_coalesced(

@@ -171,17 +171,13 @@ def _schedulers() -> list[Any]:
 def _numbers(value: Any) -> tuple[float, ...] | None:
     """A setting as numbers; None if it is anything else."""
     if isinstance(value, Tensor):
-        return (float(value),) if value.numel() == 1 and not _is_empty(value) else None
+        return (float(value),) if value.numel() == 1 and not value.is_meta else None
     if isinstance(value, (int, float)):
         return (float(value),)
     if isinstance(value, (list, tuple)) and value:
         parts = [_numbers(each) for each in value]
         return tuple(x for part in parts if part for x in part) if all(parts) else None
     return None
-
-
-def _is_empty(x: Tensor) -> bool:
-    return x.device == torch.device("meta")
 
 
 _OURS = ("torch.", "gradmesh.")
@@ -474,7 +470,7 @@ class _Watcher:
             wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
             if not (leaves or to.has_optimizer or to.quiet):  # what is asked for may be all there is to train
-                ran = (e for e in self._tape.events if isinstance(e, Op) and not _detaches(e))
+                ran = (e for e in self._tape.events if isinstance(e, Op) and e.name != "aten.detach.default")
                 used = {number for e in ran for number in refs(e)}
                 every = {id(x) for x in to.leaves() if to.id_of(x) in used}
                 leaves = bool(every) and every == {id(x) for x in wanted}
@@ -728,10 +724,6 @@ class _Watcher:
         if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
             self._to.quiet = True
             self._enough()
-
-
-def _detaches(event: Op) -> bool:
-    return event.name == "aten.detach.default"
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:

@@ -594,7 +594,9 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
         reduce = bound.get("reduce_op", "")
     _KEPT.add(group)
     ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
-    call = Call(kind, ranks, label, _flat(bound.get(takes)), _flat(bound.get(writes)) if writes else None)
+    call = Call(kind, ranks, label, list(tensors_in(bound.get(takes))), None)
+    if writes:
+        call.outs = list(tensors_in(bound.get(writes)))
     call.reduce = reduce
     call.root = next((bound[key] for key in ("root_rank", "dst", "src") if key in bound), -1)
     call.tag = bound.get("tag", 0)
@@ -603,14 +605,6 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
     if raw and call.outs is None:
         call.outs = []
     return call
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if value is None:
-        return []
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for part in value for each in _flat(part)]
 
 
 _DRAWN = 4096
@@ -927,7 +921,16 @@ class Recorder(Numbering, DispatchMode):
         event = Op(name, *taken, [], self.site(), self.calls[-1].number if self.calls else None)
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__ == "native_dropout":
-            return self._dropped(event, args, result)
+            # A product, with a mask that does not have to be drawn again.
+            made, mask = result
+            scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
+            self._numbers += 1
+            factor = Ref(self._numbers)
+            self.tape.events.append(ProgramInput(factor.id, scale, random=_number_of_draw(mask)))
+            outs = [self._number(made, True)]
+            product = (event.args[0], factor)
+            self.tape.events.append(Op("aten.mul.Tensor", product, {}, outs, event.site, event.call))
+            return result
         self.tape.events.append(event)
         drawn = _draws(func, args, kwargs)
         for x in tensors_in(result):
@@ -945,18 +948,6 @@ class Recorder(Numbering, DispatchMode):
             self._holds_gradients(x)
         if self.roots:
             self.updates(func, list(tensors_in((args, kwargs))), result)
-        return result
-
-    def _dropped(self, event: Op, args: Any, result: Any) -> Any:
-        """Dropout is a product, with a mask that does not have to be drawn again."""
-        made, mask = result
-        scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
-        self._numbers += 1
-        factor = Ref(self._numbers)
-        self.tape.events.append(ProgramInput(factor.id, scale, random=_number_of_draw(mask)))
-        outs = [self._number(made, True)]
-        product = (event.args[0], factor)
-        self.tape.events.append(Op("aten.mul.Tensor", product, {}, outs, event.site, event.call))
         return result
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -1019,7 +1010,11 @@ class Recorder(Numbering, DispatchMode):
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )
-        event.hidden = followed and not self.calls and any(self._is_hidden(x) for x in call.ins)
+        event.hidden = (
+            followed
+            and not self.calls
+            and any(x.requires_grad or self._cut.get(x) is False for x in call.ins)
+        )
         if self._log is not None:
             place = self.tape.places[site] if site >= 0 else None
             kind = f"gm.{call.kind}" if call.verb else call.kind
@@ -1091,9 +1086,6 @@ class Recorder(Numbering, DispatchMode):
         for call in self.calls:
             call.sends = True
         return self.calls[-1].number
-
-    def _is_hidden(self, x: Tensor) -> bool:
-        return x.requires_grad or self._cut.get(x) is False
 
     def _see_overwriting(self, call: Call, site: int) -> None:
         for x in call.outs or ():

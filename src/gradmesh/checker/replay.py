@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch.operators import gives_view, is_view, out_arguments
+from gradmesh._util.structure import tensors_in
 from gradmesh.autograd.traced import Encoded, decoded_on
 from gradmesh.checker.trace import (
     MOVES,
@@ -33,6 +34,7 @@ from gradmesh.checker.trace import (
     Sent,
     Term,
     Verb,
+    is_mean,
     refs,
 )
 from gradmesh.ops.meaning import meaning
@@ -169,9 +171,9 @@ def results_of_operator(event: Op, tensors: Mapping[int, Tensor]) -> list[Tensor
     operator, args, kwargs = named_operator(event.name), valued(event.args), valued(event.kwargs)
     outs = [kwargs.pop(each) for each in out_arguments(operator)]
     if not outs:
-        return _flat(operator(*args, **kwargs))
+        return list(tensors_in(operator(*args, **kwargs)))
     # Autograd refuses out=, but not a copy.
-    made = _flat(operator.overloadpacket(*args, **kwargs))
+    made = list(tensors_in(operator.overloadpacket(*args, **kwargs)))
     return [out.copy_(y) for out, y in zip(outs, made, strict=True)]
 
 
@@ -475,7 +477,7 @@ class Rank:
         of_leaves = [hook for hook in self.hooks if hook.id in self.leaves]
         sending = {hook.id for hook in of_leaves if hook.back is None}
         scales = {hook.id: scale_of(hook.back) for hook in of_leaves if hook.back is not None}
-        shares = {number for number, x in scales.items() if x is not None and _counts_ranks(x, self.size)}
+        shares = {number for number, x in scales.items() if x is not None and is_mean(x, self.size)}
         averages = len(shares | sending) == len(self.leaves) > 0
         done: set[tuple[int, int]] = set()
         for hook in self.hooks:
@@ -566,10 +568,6 @@ class Again:
     def unclear(self) -> list[str]:
         """Functions and hooks of which it is not known what they make of gradients that have come to them."""
         return [name for rank in self.ranks for name in rank.unclear.names]
-
-
-def _counts_ranks(x: float, ranks: int) -> bool:
-    return any(abs(x * n - 1) < 1e-6 or abs(x / n - 1) < 1e-6 for n in range(2, ranks + 1))
 
 
 def _shaken(x: Tensor, by: float) -> Tensor:
@@ -693,11 +691,3 @@ def _together(again: Again, group: Sequence[int], calls: Sequence[Sent]) -> None
     again.calls += any(x.requires_grad for each in ins for x in each)
     for rank, call, values in zip(group, calls, results, strict=True):
         again.ranks[rank].write(call, values)
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [x for part in value for x in _flat(part)]
-    return []

@@ -152,7 +152,14 @@ def sarif(
                         "rules": [_descriptor(rule) for rule in RULES.values()],
                     }
                 },
-                "invocations": [_invocation(verdict)],
+                "invocations": [
+                    {
+                        "executionSuccessful": verdict.status == "complete",
+                        "toolExecutionNotifications": [
+                            {"level": "note", "message": {"text": note}} for note in verdict.notes
+                        ],
+                    }
+                ],
                 "columnKind": "unicodeCodePoints",
                 "properties": {
                     "ranks": verdict.ranks,
@@ -222,12 +229,3 @@ def _location(place: Place, base: Path) -> dict[str, Any]:
 
 def _uri(name: str) -> str:
     return Path(name).as_uri() if Path(name).is_absolute() else quote(name)
-
-
-def _invocation(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "executionSuccessful": verdict.status == "complete",
-        "toolExecutionNotifications": [
-            {"level": "note", "message": {"text": note}} for note in verdict.notes
-        ],
-    }

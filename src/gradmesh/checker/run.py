@@ -337,17 +337,13 @@ def _stand_still(started: Sequence[Any], folder: Path, timeout: float, end: floa
         if size != seen[0] or used - seen[1] > _AT_WORK:
             last, seen = now, (size, used)
         # Ranks that wait for one that has failed wait for ever, mostly; one that has ended may be waited for by none.
-        failed = failed or (now if _one_failed(started, folder) else 0.0)
+        one_failed = any(process.exitcode for process in started) or any(folder.glob("*.failed"))
+        failed = failed or (now if one_failed else 0.0)
         if now - last > timeout or time.perf_counter() > end:
             return True
         if failed and now - max(failed, last) > min(timeout, _GRACE):
             return True
     return False
-
-
-def _one_failed(started: Sequence[Any], folder: Path) -> bool:
-    """Whether a rank has raised, or died."""
-    return any(process.exitcode for process in started) or any(folder.glob("*.failed"))
 
 
 def processor_time(pid: int | None) -> float:

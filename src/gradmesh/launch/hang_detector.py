@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import CodeType
 
-import torch
-
-from gradmesh._util.call_sites import ORIGINS, Place, main_stack, stack_text, stacks
+from gradmesh._util.call_sites import GRADMESH, ORIGINS, TORCH, Place, main_stack, stack_text, stacks
 
 _EVERY = 0.5
 """Seconds between two queries."""
@@ -34,15 +32,13 @@ _COUNTED = 0.75
 _LONG = 1.5
 """Seconds for which all remaining ranks must wait to count as a hang."""
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_GRADMESH = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WAITS = (
-    os.path.join(_TORCH, "distributed", "distributed_c10d.py"),
-    os.path.join(_TORCH, "distributed", "_functional_collectives.py"),
-    os.path.join(_TORCH, "autograd", "graph.py"),
-    os.path.join(_TORCH, "futures", "__init__.py"),
-    os.path.join(_GRADMESH, "backends", ""),
-    os.path.join(_GRADMESH, "transport", ""),
+    os.path.join(TORCH, "distributed", "distributed_c10d.py"),
+    os.path.join(TORCH, "distributed", "_functional_collectives.py"),
+    os.path.join(TORCH, "autograd", "graph.py"),
+    os.path.join(TORCH, "futures", "__init__.py"),
+    os.path.join(GRADMESH, "backends", ""),
+    os.path.join(GRADMESH, "transport", ""),
 )
 _WAIT_NAMES = {"wait", "result", "synchronize", "wait_tensor"}
 _BUSY = 0.1
@@ -121,7 +117,7 @@ def has_other_work() -> bool:
     for thread, stack in stacks().items():
         started = [code.co_filename for code, _, _ in stack if code.co_filename != threading.__file__]
         # A thread with frames of the standard library only is a timer, which may run user code.
-        if thread != main and not (started and started[-1].startswith(_GRADMESH)):
+        if thread != main and not (started and started[-1].startswith(GRADMESH)):
             return True
     try:
         tasks = os.listdir("/proc/self/task")
@@ -133,11 +129,11 @@ def has_other_work() -> bool:
 def is_waiting_in(stack: Sequence[Place]) -> bool:
     """Whether a stack is inside a call that waits for other ranks."""
     files = [code.co_filename for code, _, _ in stack]
-    inside = itertools.takewhile(lambda file: file.startswith((_TORCH, _GRADMESH)), files)
+    inside = itertools.takewhile(lambda file: file.startswith((TORCH, GRADMESH)), files)
     if any(file.startswith(_WAITS) for file in inside):
         return True
     # Work.wait() is in C++ and has no Python frame.
-    outside = bool(stack) and not files[0].startswith((_TORCH, _GRADMESH))
+    outside = bool(stack) and not files[0].startswith((TORCH, GRADMESH))
     return outside and _called(*stack[0][:2]) in _WAIT_NAMES
 
 

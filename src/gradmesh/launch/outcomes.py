@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import re
 import threading
 import time
 from types import TracebackType
 
-import torch
-
-from gradmesh._util.call_sites import PARSING, shortened
+from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH, shortened
 from gradmesh.backends.own_group import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
 from gradmesh.runtime.mesh import TIMEOUT
@@ -32,11 +29,7 @@ _LOST_PEER = re.compile(
     r"|AbortedError: gradmesh",  # C++ converts the error of a future to a RuntimeError
     re.IGNORECASE,
 )
-_LIBRARIES = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-)
-_INTERNAL = (_LIBRARIES[1], threading.__file__)
+_INTERNAL = (GRADMESH, threading.__file__)
 
 
 def group_timeout(timeout: float | None) -> datetime.timedelta:
@@ -190,7 +183,7 @@ class Outcome:
 def last_place(stack: str) -> str:
     """The innermost line of a stack outside of torch and gradmesh; in a backward, with the forward call."""
     places = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    own = [place for place in places if not any(part in place for part in _LIBRARIES)]
+    own = [place for place in places if not any(part in place for part in (TORCH, GRADMESH))]
     origin = [f", {line.strip()}" for line in stack.splitlines() if line.startswith("  in the ")]
     return "".join([(own or places or ["an unknown line"])[-1].removeprefix("File "), *origin])
 

@@ -24,7 +24,7 @@ import pickle
 import runpy
 import sys
 import types
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +74,10 @@ class Origin:
         else:
             return None
         module = found.get("__name__")
-        if not isinstance(name, str) or name in found or _is_module(module, found):
+        is_module = getattr(sys.modules.get(module or ""), "__dict__", None) is found
+        if not isinstance(name, str) or name in found or is_module:
             return None
         return (name, module or "its namespace") if name in self.names.get(module, ()) else None
-
-
-def _is_module(name: str | None, namespace: Mapping[str, object]) -> bool:
-    return getattr(sys.modules.get(name or ""), "__dict__", None) is namespace
 
 
 def dumps_by_value(
@@ -150,13 +147,10 @@ def importable_main() -> str | None:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    if not any(isinstance(node, ast.If) and _guards(node.test) for node in tree.body):
+    tests = {ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)}
+    if tests.isdisjoint(("__name__ == '__main__'", "'__main__' == __name__")):
         return None
     return str(Path(file).resolve())
-
-
-def _guards(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 def find_in_main(module: types.ModuleType, name: str) -> object:

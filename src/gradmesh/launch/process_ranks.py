@@ -341,7 +341,9 @@ class _Parent:
 def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
     """Join the world through a store, serve calls until the parent ends it, and leave the world."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    _set_up_output()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=stream.errors, line_buffering=True)
     faulthandler.enable(all_threads=False)  # prints the stack if the rank is killed by a signal
     parent = _Parent(fd)
     rank = int(os.environ["RANK"])
@@ -393,13 +395,6 @@ def _choose_gpu(rank: int, size: int) -> None:
             )
 
 
-def _set_up_output() -> None:
-    """Use line buffering and UTF-8 for the pipes to the parent."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors=stream.errors, line_buffering=True)
-
-
 def _flush() -> None:
     """Flush all output, so that the parent receives it before the result."""
     for stream in (sys.stdout, sys.stderr):
@@ -422,7 +417,13 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
         answer = "returned", dumps_result(result)
     except Exception as error:
         shm.run.end(failed=True)
-        return "failed", _dumps(_unpicklable(rank, result, error))
+        return "failed", _dumps(
+            dataclasses.replace(
+                Failure.of(rank, error),
+                text=f"the function's result, a {type(result).__name__}, cannot be pickled: {error}",
+                remedy="return tensors, numbers or containers of them, or use backend='threads'",
+            )
+        )
     shm.run.end(failed=False)
     return answer
 
@@ -441,14 +442,6 @@ def _explain_missing_global(failure: Failure, error: BaseException, origin: Orig
         "that its code names",
         remedy=f"use the name {name} directly in the function, pass it as an argument, or move the function to a "
         "module that the ranks can import",
-    )
-
-
-def _unpicklable(rank: int, result: object, error: Exception) -> Failure:
-    return dataclasses.replace(
-        Failure.of(rank, error),
-        text=f"the function's result, a {type(result).__name__}, cannot be pickled: {error}",
-        remedy="return tensors, numbers or containers of them, or use backend='threads'",
     )
 
 

@@ -95,7 +95,7 @@ class ThreadRanks:
         )
 
     def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
-        with self._lines():
+        with contextlib.nullcontext() if self._prefixes[0] is None else prefixed_streams():
             return self._collect(jobs, timeout)
 
     def _collect(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
@@ -128,9 +128,6 @@ class ThreadRanks:
         if outcome.failures or outcome.missing:
             self.kill()
         return outcome
-
-    def _lines(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._prefixes[0] is None else prefixed_streams()
 
     def _where(self, rank: int) -> str:
         return stack_text(stack_of(self._threads[rank].ident), below=__file__)

@@ -160,8 +160,11 @@ def _tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
         separate = layout.lengths is not None and len(layout.lengths) > 1
         of = (batch * layout.fold, (batch + 1) * layout.fold) if separate else None
         if layout.causal and rank == source:
-            spans = _by_document(_parts(mine, lengths))
-            found += (Tile(of, span, span, diagonal=True) for span in spans)
+            spans: dict[int, tuple[int, int]] = {}
+            for part in _parts(mine, lengths):
+                first = spans.get(part.document, part.local)[0]
+                spans[part.document] = first, part.local[1]
+            found += (Tile(of, span, span, diagonal=True) for span in spans.values())
         else:
             found += _rectangles(of, _parts(mine, lengths), _parts(theirs, lengths), causal=layout.causal)
     return tuple(found)
@@ -182,15 +185,6 @@ def _parts(pieces: Sequence[Piece], lengths: Sequence[int] | None) -> list[_Part
                 found.append(_Part(document, low, high, first + low - start))
         first += stop - start
     return found
-
-
-def _by_document(parts: Sequence[_Part]) -> list[tuple[int, int]]:
-    """The local interval of each document."""
-    spans: dict[int, tuple[int, int]] = {}
-    for part in parts:
-        first = spans.get(part.document, part.local)[0]
-        spans[part.document] = first, part.local[1]
-    return list(spans.values())
 
 
 def _rectangles(

@@ -216,7 +216,8 @@ def clip_grad_norm_(
             held = _of_gradients(call, parameters)
         signature = f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})"
         total = _norm(call, signature, held, float(norm_type), error_if_nonfinite, foreach)
-        _scaled = [SimpleNamespace(grad=each) for each in _storages(held)]
+        alone = {id(each.stored): each.stored for each in held if each.stored is not None}.values()
+        _scaled = [SimpleNamespace(grad=each) for each in alone]
         utils.clip_grads_with_norm_(_scaled, max_norm, total, foreach)  # type: ignore[arg-type]  # anything with .grad
         return total
 
@@ -561,11 +562,6 @@ def _compare(op: str, here: Axis, rows: Tensor, total: Tensor) -> None:
                 "clipping; or pass axis= if other ranks train another model",
             )
         )
-
-
-def _storages(held: list[_Part]) -> Iterator[Tensor]:
-    """The gradients of this rank, without duplicates."""
-    yield from {id(each.stored): each.stored for each in held if each.stored is not None}.values()
 
 
 def _is_fsdp(module: nn.Module) -> bool:

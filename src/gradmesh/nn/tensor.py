@@ -257,14 +257,9 @@ class Replicated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with replicated parameters."""
-        names, values = zip(*self.module.named_parameters(), strict=True) if _any(self.module) else ((), ())
-        if values:
-            values = replicate(tuple(values), self.over)
-        return functional_call(self.module, dict(zip(names, values, strict=True)), args, kwargs)
-
-
-def _any(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+        named = dict(self.module.named_parameters())
+        values = replicate(tuple(named.values()), self.over) if named else ()
+        return functional_call(self.module, dict(zip(named, values, strict=True)), args, kwargs)
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]]:
@@ -821,7 +816,11 @@ def tensor_parallel(
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, new)
             for ancestor in _ancestors(module, name):
-                _disable_fast_path(ancestor)
+                # torch's inference fast path reads the weights of inner layers without calling them.
+                if isinstance(ancestor, nn.TransformerEncoderLayer):
+                    ancestor.activation_relu_or_gelu = 0
+                elif isinstance(ancestor, nn.TransformerEncoder):
+                    ancestor.use_nested_tensor = False
     return module
 
 
@@ -956,14 +955,6 @@ class _Conversion:
         raise ArgumentError(
             message(problem, op="nn.tensor_parallel", axis=axis, expected=expected, got=got, remedy=remedy)
         )
-
-
-def _disable_fast_path(ancestor: nn.Module) -> None:
-    """Disable torch's inference fast path, which reads the weights of inner layers without calling them."""
-    if isinstance(ancestor, nn.TransformerEncoderLayer):
-        ancestor.activation_relu_or_gelu = 0
-    elif isinstance(ancestor, nn.TransformerEncoder):
-        ancestor.use_nested_tensor = False
 
 
 def _compare_parameters(module: nn.Module, here: Axis, signature: str) -> None:

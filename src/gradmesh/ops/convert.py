@@ -30,11 +30,7 @@ class _Relabel(SameShape):
         return wire.copy(x)
 
 
-class _KeepAtFirst(SameShape):
-    verb = "convert"
-    chosen = ("src", "dst")
-    sends = False
-
+class _KeepAtFirst(_Relabel):
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy on rank 0; zeros on the others, so that the sum over the ranks is the value."""
         return wire.copy(x) if self.axis.rank == 0 else torch.zeros(x.shape, dtype=x.dtype, device=x.device)

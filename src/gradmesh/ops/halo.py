@@ -98,15 +98,9 @@ class _Halo(LinearOp):
             return plan.__wrapped__(self.sizes.explicit, self.left, self.right, self.wrap)
         return plan(self.sizes.explicit, self.left, self.right, self.wrap)
 
-    def rows_for(self, to: int) -> list[Segment]:
-        """This rank's rows in the result of another rank; empty for this rank."""
-        me = self.axis.rank
-        return [s for s in self.plan[to] if s.owner == me] if to != me else []
-
-    def rows_from(self, owner: int) -> list[Segment]:
-        """Another rank's rows in the result of this rank; empty for this rank."""
-        me = self.axis.rank
-        return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
+    def moved(self, owner: int, to: int) -> list[Segment]:
+        """A rank's rows in the result of another rank; empty for the same rank."""
+        return [s for s in self.plan[to] if s.owner == owner] if to != owner else []
 
     def swap(
         self, x: Tensor, wire: Transport, pieces: list[list[Tensor]], expected: list[list[Segment]]
@@ -137,9 +131,9 @@ class HaloExchange(_Halo):
         ranks, me = range(self.axis.size), self.axis.rank
         self.sizes.of_part(self, self.dim, x.shape[self.dim])
         x = x.resolve_conj().resolve_neg()
-        pieces = [[x.narrow(self.dim, s.start, s.length) for s in self.rows_for(to)] for to in ranks]
+        pieces = [[x.narrow(self.dim, s.start, s.length) for s in self.moved(me, to)] for to in ranks]
         received = [
-            iter(views) for views in self.swap(x, wire, pieces, [self.rows_from(owner) for owner in ranks])
+            iter(views) for views in self.swap(x, wire, pieces, [self.moved(owner, me) for owner in ranks])
         ]
         joined = [
             x.narrow(self.dim, s.start, s.length) if s.owner == me else next(received[s.owner])
@@ -173,7 +167,7 @@ class HaloReturn(_Halo):
         slabs = list(zip(self.plan[me], x.split(lengths, self.dim), strict=True)) if lengths else []
         pieces = [[slab for s, slab in slabs if s.owner == owner and owner != me] for owner in ranks]
         own = [(s, slab) for s, slab in slabs if s.owner == me]
-        rows_for = [self.rows_for(to) for to in ranks]
+        rows_for = [self.moved(me, to) for to in ranks]
         for segments, views in zip(rows_for, self.swap(x, wire, pieces, rows_for), strict=True):
             own.extend(zip(segments, views, strict=True))
         out = x.new_zeros(self.out_shape(x.shape))

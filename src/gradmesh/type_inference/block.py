@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
 from gradmesh._torch.compilers import compiler_loaded
 from gradmesh._util.call_sites import call_site, show_site
+from gradmesh.autograd.missing_sums import is_plain
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.ops.base import Op
 from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
@@ -59,7 +60,7 @@ def compare_gradients(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
                 continue
             with tracker.paused():
                 number = number_of_bits(grad)
-                plain = not node.declared and _plain(x)
+                plain = not node.declared and is_plain(x.detach())
             pair = token("gradient", mark.number, number)
             tracker.agreement.announce(at, pair)
             tracker.expect(
@@ -76,12 +77,6 @@ def compare_gradients(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
                     else "",
                 )
             )
-
-
-def _plain(x: Tensor) -> bool:
-    """Whether ranks may have the same by chance: all zeros, all ones, or more than one of another number."""
-    values = x.detach().flatten()
-    return bool((values == values[:1]).all()) and (x.numel() > 1 or bool((values == 0) | (values == 1)))
 
 
 def _missing(tracker: Tracker, at: int, leaf: Node) -> Finding:

@@ -72,16 +72,6 @@ def dim_number(dim: str, name: str, names: Names | None, x: Tensor, fail: Callab
     return names.index(dim)
 
 
-def refuse_stale(names: Names, x: Tensor, fail: Callable[..., NoReturn]) -> NoReturn:
-    """Raise for an operand whose dimensions may have moved since they were named."""
-    fail(
-        "the tensor's shape or strides were changed in place after it was named",
-        expected=f"{show_names(names)} with the shape and strides that it had",
-        got=f"shape {tuple(x.shape)} and strides {x.stride()}",
-        remedy='name it again: x = gradmesh.named(x, "N", "C")',
-    )
-
-
 def with_result_names(names: Names | None, then: Callable[[Tensor], Any] | None, y: Tensor) -> Any:
     """A verb's return value with the operand's dimension names."""
     made = y if then is None else then(y)
@@ -169,16 +159,32 @@ class Call:
         operand_desc: str | None = None
         self.axis: Axis = resolve(axis, verb)
         if async_op is not False:
-            self._use_async_axis(x, async_op)
+            # Point-to-point messages involve two ranks, which cannot create a group of all.
+            if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
+                self.axis = async_axis(self.axis)
+            self.flag(async_op, "async_op")  # type: ignore[arg-type]
         self.x: Tensor = x  # type: ignore[assignment]  # used by the checks below
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
-                self._refuse_operand(x)
+                self.fail(
+                    "the operand must be a dense tensor",
+                    expected="a strided torch.Tensor",
+                    got=kind_of(x),
+                    remedy=f"call y = pending.wait() on the Pending, created {show_site(x._site)}, and pass y"
+                    if isinstance(x, Pending)
+                    else "convert it first, for example with torch.as_tensor(x), x.to_dense() or x.dequantize()",
+                )
             operand_desc, x = x.operand_desc, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
             self._refuse_dtensor(x)
         if x.dtype in NEVER_COPIED:
-            self._refuse_dtype(x)
+            self.fail(
+                "unsupported dtype: torch implements no copy kernel for it",
+                expected="a dtype that torch can copy",
+                got=str(x.dtype),
+                remedy="send the bytes: x.view(torch.uint8)",
+                kind=DTypeError,
+            )
         self.x = x
         if names is None:
             names_of_x = getattr(x, RECORD, None)
@@ -187,7 +193,12 @@ class Call:
             self.names = names or None
         if self.names is not None:
             if names is None and stale(x):
-                refuse_stale(self.names, x, self.fail)
+                self.fail(
+                    "the tensor's shape or strides were changed in place after it was named",
+                    expected=f"{show_names(self.names)} with the shape and strides that it had",
+                    got=f"shape {tuple(x.shape)} and strides {x.stride()}",
+                    remedy='name it again: x = gradmesh.named(x, "N", "C")',
+                )
             operand_desc = show_names(self.names)
         self.precision = _AS_IT_IS
         if comm_dtype is not None or backward_dtype is not None or operand_desc is not None:
@@ -222,13 +233,6 @@ class Call:
         """A function that computes the verb's return value, with the operand's dimension names."""
         return partial(with_result_names, self.names, then)
 
-    def _use_async_axis(self, x: object, async_op: object) -> None:
-        """Use the async axis, where possible."""
-        # Point-to-point messages involve two ranks, which cannot create a group of all.
-        if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
-            self.axis = async_axis(self.axis)
-        self.flag(async_op, "async_op")  # type: ignore[arg-type]
-
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op with these fields on this axis, cached per group."""
         kept = None if compiling() else getattr(self.axis.group, "kept", None)
@@ -243,16 +247,6 @@ class Call:
             found = kept[key] = kind(self.axis, *fields, **self.precision)
         return found
 
-    def _refuse_operand(self, x: object) -> NoReturn:
-        self.fail(
-            "the operand must be a dense tensor",
-            expected="a strided torch.Tensor",
-            got=kind_of(x),
-            remedy=f"call y = pending.wait() on the Pending, created {show_site(x._site)}, and pass y"
-            if isinstance(x, Pending)
-            else "convert it first, for example with torch.as_tensor(x), x.to_dense() or x.dequantize()",
-        )
-
     def _refuse_dtensor(self, x: Tensor) -> NoReturn:
         self.fail(
             "DTensor operands are not supported",
@@ -261,15 +255,6 @@ class Call:
             remedy="pass x.to_local(grad_placements=[...]) with Shard(dim) for a shard, Partial() for a replicated\n"
             "tensor that each rank uses differently, Replicate() for one that every rank uses alike or for a\n"
             "partial sum; DTensor.from_local(y, mesh, [...]) converts the result back",
-        )
-
-    def _refuse_dtype(self, x: Tensor) -> NoReturn:
-        self.fail(
-            "unsupported dtype: torch implements no copy kernel for it",
-            expected="a dtype that torch can copy",
-            got=str(x.dtype),
-            remedy="send the bytes: x.view(torch.uint8)",
-            kind=DTypeError,
         )
 
     def fail(
@@ -347,7 +332,15 @@ class Call:
         if isinstance(sizes, str) and sizes in ("auto", "balanced"):
             found = self.exchanged_sizes(self.x.shape[dim])
             if sizes == "balanced":
-                self._check_balanced(found)
+                split = Sizes.balanced(found.total, self.axis.size)
+                if found != split:
+                    self.fail(
+                        "the shards are not a balanced split",
+                        expected=f"sizes={split}, the balanced split of {found.total} over {self.axis.size} ranks",
+                        got=f"sizes={found}",
+                        remedy=f'pass sizes="auto" or sizes={found}, or split with gradmesh.shard, which is balanced',
+                        kind=ShapeError,
+                    )
             return found
         # A set has no order.
         listed = isinstance(sizes, Iterable) and not isinstance(sizes, (str, Set))
@@ -368,18 +361,6 @@ class Call:
         """Valid sizes for the operand, which is whole along `dim` or this rank's shard."""
         size, ranks = self.x.shape[dim], self.axis.size
         return balanced(size, ranks) if whole else (size,) * ranks
-
-    def _check_balanced(self, found: Sizes) -> None:
-        """Raise for shards that are not the balanced split; every rank has the same sizes here."""
-        split = Sizes.balanced(found.total, self.axis.size)
-        if found != split:
-            self.fail(
-                "the shards are not a balanced split",
-                expected=f"sizes={split}, the balanced split of {found.total} over {self.axis.size} ranks",
-                got=f"sizes={found}",
-                remedy=f'pass sizes="auto" or sizes={found}, or split with gradmesh.shard, which is balanced',
-                kind=ShapeError,
-            )
 
     def whole_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
         """Each rank's slice of an operand that is whole along `dim` on every rank."""

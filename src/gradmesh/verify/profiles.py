@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.profiler import profile
@@ -249,18 +249,6 @@ def _names(part: _Part, taken: list[Entry]) -> list[Entry]:
     return found
 
 
-def _refuse() -> NoReturn:
-    raise ArgumentError(
-        message(
-            "another profiler is running",
-            op="profiled",
-            expected="no other profiler in this process, since torch supports only one",
-            got="a call inside of a torch.profiler.profile block",
-            remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the same trace",
-        )
-    )
-
-
 _lock = threading.Lock()
 _running: list[_Session] = []
 
@@ -293,7 +281,16 @@ def profiled() -> Iterator[Profile]:
     with _lock:
         if not _running:
             if profiler_on():
-                _refuse()
+                raise ArgumentError(
+                    message(
+                        "another profiler is running",
+                        op="profiled",
+                        expected="no other profiler in this process, since torch supports only one",
+                        got="a call inside of a torch.profiler.profile block",
+                        remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the "
+                        "same trace",
+                    )
+                )
             session = _Session()
             SEEN.clear()
             session.profiler.start()

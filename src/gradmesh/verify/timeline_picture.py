@@ -23,7 +23,9 @@ Row = tuple[int, str]
 def drawn(events: Iterable[Event], work: Iterable[Work], title: str = "") -> Figure:
     """The picture."""
     calls, working = list(events), list(work)
-    rows = {row: -place for place, row in enumerate(_rows(calls, working))}
+    used = {(one.rank, "") for one in working} | {(event.rank, "") for event in calls}
+    used |= {(event.rank, event.axis) for event in calls}
+    rows = {row: -place for place, row in enumerate(sorted(used))}
     figure = Figure(figsize=(12, 1.6 + 0.6 * len(rows)), dpi=130, layout="constrained")
     axes = figure.subplots()
     for one in working:
@@ -42,11 +44,6 @@ def drawn(events: Iterable[Event], work: Iterable[Work], title: str = "") -> Fig
     axes.margins(x=0.01)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False)
     return figure
-
-
-def _rows(calls: list[Event], working: list[Work]) -> list[Row]:
-    found = {(one.rank, "") for one in working} | {(event.rank, "") for event in calls}
-    return sorted(found | {(event.rank, event.axis) for event in calls})
 
 
 def _bar(axes: Axes, row: int, start: float, end: float, colour: str) -> None:

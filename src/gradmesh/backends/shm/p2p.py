@@ -112,7 +112,7 @@ class P2PChannel:
     def receive(self, receive: Receive) -> None:
         """Start to receive; continued in `progress`."""
         for kept in self._aside:
-            if _wants(receive, kept):
+            if kept.receive is None and kept.tag == receive.tag and receive.source in (None, kept.source):
                 self._aside.remove(kept)
                 kept.receive = receive
                 if kept.position == kept.size:
@@ -303,10 +303,6 @@ def misfit(receive: Receive, group: str) -> MismatchError:
         f"the message of rank {receive.came_from}: {receive.misfit}",
         f"{_show(tensor.dtype)}, {tensor.numel()} elements, tag {receive.tag}",
     )
-
-
-def _wants(receive: Receive, kept: _Incoming) -> bool:
-    return kept.receive is None and kept.tag == receive.tag and receive.source in (None, kept.source)
 
 
 def _show(dtype: torch.dtype) -> str:

@@ -1,25 +1,21 @@
 """The shared-memory segment of a group: its layout, how the ranks create, map and verify it, and how they wait on it.
 
-The layout of a group's shared memory: words, ring buffers, and chunks (bounce buffers).
-In this order: a token; the words that ranks publish; a ring buffer for each pair of ranks; two chunks for each rank.
+The segment has, in this order: a token; the words that ranks publish; a ring buffer for each pair of ranks; two chunks
+(bounce buffers) for each rank.
 The size depends only on the number of ranks and the chunk size, since messages are split into chunks. Untouched pages
 take no memory.
 
-The memory file that the ranks of a group share: created by the first rank, verified and mapped by the others.
 The store names the file to open, and any process that can write to the store could name a different
 one. So a rank verifies the file through an `O_PATH` descriptor before it opens it for writing: it must belong to this
 user, have no name and have the agreed size. Then it checks for size seals, which only `memfd_create` files have, and
 for the token that the first rank wrote.
 
-The processes of a group, and whether they are alive.
 A process is watched through its pidfd, which stays valid if the process id is reused.
 
-Bootstrap of a group: the ranks rendezvous and map their shared memory.
 The first rank creates an anonymous file in memory, which only its owner may open, and publishes its
 process id and file descriptor in the store; the others open it under /proc. The descriptor is closed once all ranks
 have mapped the file: it never has a name, so that nothing remains however the ranks end.
 
-The runs of a launcher: which run this process is in, and which ranks have returned from it.
 A launched process stays alive after its function has returned, to run the next one. So it writes the number of the run
 that it has returned from into the shared memory of its groups, which ends the wait of other ranks in the same run.
 
@@ -233,7 +229,16 @@ def opened(pid: int, number: int, size: int, token: bytes) -> int:
     finally:
         os.close(handle)
     try:
-        _look_inside(fd, token)
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0
+        if seals != _SEALS:
+            raise NotSharedError("the file's size is not sealed")
+        if os.pread(fd, TOKEN, 0) != token:
+            raise NotSharedError(
+                "the file's token differs from that of this group; its process id may have been reused"
+            )
     except BaseException:
         os.close(fd)
         raise
@@ -252,19 +257,6 @@ def _look(handle: int, size: int) -> None:
         raise NotSharedError(f"the file has {about.st_size} bytes, not {size}")
 
 
-def _look_inside(fd: int, token: bytes) -> None:
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if seals != _SEALS:
-        raise NotSharedError("the file's size is not sealed")
-    if os.pread(fd, TOKEN, 0) != token:
-        raise NotSharedError(
-            "the file's token differs from that of this group; its process id may have been reused"
-        )
-
-
 def shared(fd: int, size: int) -> Any:
     """Map a file. Python's mmap would keep its descriptor open."""
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
@@ -278,10 +270,13 @@ def shared(fd: int, size: int) -> Any:
 
 
 def _c_library() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)  # which releases the GIL
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    number, address = ctypes.c_long, ctypes.c_void_p
+    library.syscall.argtypes = [number, address, number, number, address, address, number]
+    library.syscall.restype = number
     return library
 
 
@@ -502,7 +497,10 @@ def _verification_error(rank: int, got: str, peers: Peers) -> AbortedError:
 def _on_one_host(entries: Sequence[dict[str, Any]], peers: Peers) -> None:
     hosts = [each["host"] for each in entries]
     if any(host[1:] != hosts[0][1:] for host in hosts):
-        where = "\n".join(f"rank {rank}: {_show(host)}" for rank, host in enumerate(hosts))
+        where = "\n".join(
+            f"rank {rank}: {host} (boot {boot[:8]}, {space})"
+            for rank, (host, boot, space) in enumerate(hosts)
+        )
         raise ArgumentError(
             message(
                 "the shm backend requires all ranks on one host",
@@ -519,10 +517,6 @@ def _host() -> list[str]:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]
-
-
-def _show(host: Sequence[str]) -> str:
-    return f"{host[0]} (boot {host[1][:8]}, {host[2]})"
 
 
 class Run:
@@ -561,24 +555,6 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _system_call() -> Callable[..., int]:
-    call = ctypes.CDLL(None).syscall  # CDLL releases the GIL
-    call.argtypes = [
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_long,
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_long,
-    ]
-    call.restype = ctypes.c_long
-    return call
-
-
-_syscall: Callable[..., int] = _system_call() if sys.platform == "linux" else lambda *_: -1
-
-
 def supported() -> bool:
     """Whether this system is supported: Linux on a little-endian 64-bit processor with a known system call number."""
     return sys.platform == "linux" and _NUMBER > 0 and sys.byteorder == "little"
@@ -588,12 +564,12 @@ def wait(address: int, seen: int, seconds: float) -> None:
     """Sleep until a word of 4 bytes is woken; not at all if its value differs from `seen`; may wake spuriously."""
     whole = int(seconds)
     time = _Timespec(whole, int((seconds - whole) * 1e9))
-    _syscall(_NUMBER, address, _WAIT, seen & 0xFFFFFFFF, ctypes.byref(time), None, 0)
+    _libc.syscall(_NUMBER, address, _WAIT, seen & 0xFFFFFFFF, ctypes.byref(time), None, 0)
 
 
 def wake(address: int) -> None:
     """Wake all sleepers of the word."""
-    _syscall(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)
+    _libc.syscall(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 _lock = threading.local()
@@ -608,11 +584,7 @@ def _through_a_lock() -> None:
     lock.acquire()
 
 
-def _nothing() -> None:
-    pass
-
-
-fence: Callable[[], None] = _nothing if platform.machine() == "x86_64" else _through_a_lock
+fence: Callable[[], None] = (lambda: None) if platform.machine() == "x86_64" else _through_a_lock
 """Orders earlier before later accesses, except an earlier store and a later load."""
 
 

@@ -72,10 +72,6 @@ class _Work(OwnWork):
     _source_rank = source_rank
 
 
-def _same_for_all(tensor: torch.Tensor | None, size: int) -> list[torch.Tensor | None]:
-    return [tensor] * size
-
-
 def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor | None]:
     return [tensor if i == place else None for i in range(size)]
 
@@ -148,7 +144,7 @@ class ThreadsGroup(OwnGroup):
     def all_gather_flat(
         self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
     ) -> None:
-        pieces = [Exchange(_same_for_all(given, self.count), self._equal(out))]
+        pieces = [Exchange([given] * self.count, self._equal(out))]
         self._direct("all_gather_single", rendezvous.exchange, out, given, pieces, call_check)
 
     @override
@@ -177,7 +173,7 @@ class ThreadsGroup(OwnGroup):
     def broadcast_flat(
         self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
-        gives = _same_for_all(given if self.place == root else None, self.count)
+        gives = [given if self.place == root else None] * self.count
         pieces = [Exchange(gives, _only_at(root, out, self.count))]
         self._direct(f"broadcast(root {root})", rendezvous.exchange, out, given, pieces, call_check)
 
@@ -278,7 +274,7 @@ class ThreadsGroup(OwnGroup):
         pieces = [
             Exchange(
                 [tensor if at_root and i != root else None for i in range(self.count)],
-                _only_at(root, tensor, self.count) if not at_root else _same_for_all(None, self.count),
+                _only_at(root, tensor, self.count) if not at_root else [None] * self.count,
             )
             for tensor in tensors
         ]
@@ -288,21 +284,18 @@ class ThreadsGroup(OwnGroup):
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
         for taken in outputs:
             self._one_per_rank("all_gather", taken)
-        pieces = [Exchange(_same_for_all(i, self.count), o) for o, i in zip(outputs, inputs, strict=True)]
+        pieces = [Exchange([i] * self.count, o) for o, i in zip(outputs, inputs, strict=True)]
         return self._exchange("all_gather", inputs, [t for o in outputs for t in o], pieces, outputs)
 
     @override
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        pieces = [
-            Exchange(_same_for_all(i, self.count), self._slots(o, i))
-            for o, i in zip(outputs, inputs, strict=True)
-        ]
+        pieces = [Exchange([i] * self.count, self._slots(o, i)) for o, i in zip(outputs, inputs, strict=True)]
         return self._exchange("all_gather_single", inputs, outputs, pieces)
 
     @override
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
         root = opts.rootRank
-        taken: Sequence[torch.Tensor | None] = _same_for_all(None, self.count)
+        taken: Sequence[torch.Tensor | None] = [None] * self.count
         if self.place == root:
             taken = self._one_per_rank("gather", outputs[0])
         pieces = [Exchange(_only_at(root, inputs[0], self.count), taken)]
@@ -313,7 +306,7 @@ class ThreadsGroup(OwnGroup):
     @override
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
         root = opts.rootRank
-        given: Sequence[torch.Tensor | None] = _same_for_all(None, self.count)
+        given: Sequence[torch.Tensor | None] = [None] * self.count
         if self.place == root:
             given = self._one_per_rank("scatter", inputs[0])
         pieces = [Exchange(given, _only_at(root, outputs[0], self.count))]

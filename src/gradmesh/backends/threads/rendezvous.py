@@ -407,12 +407,9 @@ class Rendezvous(Waitable):
         """Whether a rank is missing, so that the call can be aborted."""
         return len(self.parts) < len(self.group.ranks)
 
-    def _in_order(self) -> list[Contribution]:
-        return [self.parts[place] for place in range(len(self.group.ranks))]
-
     def work(self, kernel: Callable[[list[Contribution]], None]) -> None:
         """Do the work for all ranks, in the thread of the last one."""
-        parts = self._in_order()
+        parts = [self.parts[place] for place in range(len(self.group.ranks))]
         error: BaseException | None = None
         try:
             self._compare([part.call_check for part in parts])

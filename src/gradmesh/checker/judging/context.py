@@ -144,7 +144,8 @@ def cut_before_collectives(context: Context) -> list[str]:
             for at, event in enumerate(events)
             if isinstance(event, Sent)
             and event.phase == "forward"
-            and not _has_no_gradient(event)
+            # An extremum that a verb takes of what it has detached itself, with a rule of its own, has no gradient.
+            and not (event.verb is not None and event.reduce == "max")
             and (event.call is None or tape.calls[event.call].ours)
         ]
         for call in tape.calls.values():
@@ -158,11 +159,6 @@ def cut_before_collectives(context: Context) -> list[str]:
                     "result: it is unknown whether that is intended"
                 )
     return list(dict.fromkeys(found.values()))
-
-
-def _has_no_gradient(event: Sent) -> bool:
-    """Whether it is an extremum that a verb takes of what it has detached itself, with a rule of its own."""
-    return event.verb is not None and event.reduce == "max"
 
 
 def _cut(context: Context, rank: int) -> set[int]:

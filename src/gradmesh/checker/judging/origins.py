@@ -210,7 +210,7 @@ def first_not_finite(context: Context) -> tuple[int, int, str] | None:
             found = iter(had.at(rank, edges))
             states = [
                 [
-                    [_finite(next(found)) for _, e in each if e is not None]
+                    [(x := next(found)) is None or bool(x.isfinite().all()) for _, e in each if e is not None]
                     for each in (ran.outs, ran.ins.values())
                 ]
                 for ran in own.ran
@@ -221,10 +221,6 @@ def first_not_finite(context: Context) -> tuple[int, int, str] | None:
     except (UnfaithfulError, RuntimeError, KeyError):  # what the program had is not known
         return None
     return None
-
-
-def _finite(x: Tensor | None) -> bool:
-    return x is None or bool(x.isfinite().all())
 
 
 def _name(op: Op) -> str:

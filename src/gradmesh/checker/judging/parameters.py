@@ -144,15 +144,12 @@ def _cut(tape: Tape) -> list[tuple[int, list[Event], list[Step]]]:
     # A step without a backward before it belongs to the one before.
     merged: list[tuple[int, list[Event], list[Step]]] = []
     for each in found:
-        if merged and not any(isinstance(event, Root) for event in each[1]) and not _grows(each[1]):
+        grows = any(isinstance(event, ProgramInput) and event.leaf for event in each[1])
+        if merged and not any(isinstance(event, Root) for event in each[1]) and not grows:
             merged[-1][2].extend(each[2])
         else:
             merged.append(each)
     return merged
-
-
-def _grows(part: Sequence[Event]) -> bool:
-    return any(isinstance(event, ProgramInput) and event.leaf for event in part)
 
 
 @dataclass
@@ -893,7 +890,9 @@ def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         _assembled(param, param.grad_placements or param.placements, grads, rank)
         for rank, param in params.items()
     ]
-    if all(tuple(x.shape) == first.whole for x in trues.values()) and not _is_whole(first):
+    if all(tuple(x.shape) == first.whole for x in trues.values()) and any(
+        kind == "shard" for kind, _ in first.placements
+    ):
         # Gathered before it is used: each rank's use adds to the whole.
         uses: list[Tensor | None] = list(trues.values())
     else:
@@ -916,10 +915,6 @@ def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         lambda group: one_mesh or shared(group),  # copies on one mesh are declared to be one parameter
         noise,
     )
-
-
-def _is_whole(param: Param) -> bool:
-    return all(kind != "shard" for kind, _ in param.placements)
 
 
 def _assembled(

@@ -119,7 +119,8 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
     right = [got for got in context.got if got.kind == "right"]
     odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
     odd = odd and _counts(context, context.expected)
-    root = context.place(0, context.root_site(0)) or _first_root(context)
+    sites = enumerate(map(context.root_site, range(len(context.tapes))))
+    root = next((context.place(rank, site) for rank, site in sites if site >= 0), None)
     if right and odd and any(got.kind == "apart" for got in wrong):
         wrong = [got for got in wrong if got.kind != "right"]  # the factor shows when the sums are there
     elif right and odd:
@@ -332,13 +333,6 @@ def _lines(context: Context, got: Got) -> tuple[Place | None, Place | None]:
     return context.place(part.rank, used if used >= 0 else step), context.place(part.rank, through)
 
 
-def _first_root(context: Context) -> Place | None:
-    for rank in range(len(context.tapes)):
-        if context.root_site(rank) >= 0:
-            return context.place(rank, context.root_site(rank))
-    return None
-
-
 def _fraction(ratio: float) -> str:
     if ratio <= 0:
         return f"{ratio:.3g} times"
@@ -370,8 +364,8 @@ def scaled_alone(context: Context) -> list[Finding]:
             for r, event in each
         ):
             continue  # weights of the ranks' losses
-        if not _is_one_model(context):
-            continue
+        if not context.again.calls and all(len(got.parts) <= 1 for got in context.got):
+            continue  # no parameters in common, and no gradients between ranks
         shown = ", ".join(
             f"{factor:.4g} on rank {rank}" for (rank, _), factor in zip(each[:4], values, strict=False)
         )
@@ -550,11 +544,6 @@ def _terms(context: Context, rank: int) -> list[tuple[int, float, int, bool]]:
         else:
             found.append((number, net, site, divided))
     return found
-
-
-def _is_one_model(context: Context) -> bool:
-    """Whether ranks have parameters in common, or gradients pass between them."""
-    return context.again.calls > 0 or any(len(got.parts) > 1 for got in context.got)
 
 
 def division(context: Context) -> tuple[Place | None, bool] | None:

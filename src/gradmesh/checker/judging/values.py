@@ -263,7 +263,8 @@ def masks(context: Context) -> list[Finding]:
             mask = next((masks[n] for n in taken if n in masks), None)
             others = [n for n in taken if n not in masks and n not in leaves]
             operand = context.tensor(rank, others[0]) if others else None
-            if mask is None or operand is None or not _is_mask(mask.value):
+            # A mask has nothing in it but zero and one other number.
+            if mask is None or operand is None or mask.value.numel() < 4 or len(mask.value.unique()) > 2:
                 continue
             place = str(context.place(rank, event.site))
             nth = sum(1 for key in own if key[:2] == (event.name, place))
@@ -313,11 +314,6 @@ def _is_of_a_call(context: Context, rank: int, at: Op) -> bool:
                 return True
             wanted.update(refs(event))
     return False
-
-
-def _is_mask(x: Tensor) -> bool:
-    """Whether there is nothing in it but zero and one other number."""
-    return x.numel() >= 4 and len(x.unique()) <= 2
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -855,7 +851,7 @@ def unused_plateaus(tapes: Sequence[Tape]) -> list[str]:
         f"{tapes[0].steps} optimizer steps that were checked: whether every rank gives it the same value was not "
         "checked; --steps N checks more steps"
         for plateau in tapes[0].plateaus
-        if not plateau.given and _is_of_copies(tapes, plateau.optimizer)
+        if not plateau.given and any(True for _ in _groups_of(tapes, plateau.optimizer))
     ]
 
 
@@ -940,10 +936,6 @@ def _groups_of(tapes: Sequence[Tape], optimizer: int) -> Iterator[list[int]]:
             for group in _copies(steps):
                 yield sorted({rank for rank, _ in group})
             return
-
-
-def _is_of_copies(tapes: Sequence[Tape], optimizer: int) -> bool:
-    return any(True for _ in _groups_of(tapes, optimizer))
 
 
 def _same_settings(values: Sequence[tuple[float, ...]]) -> bool:

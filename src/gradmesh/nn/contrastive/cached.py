@@ -150,7 +150,11 @@ def cached_gradients(
     whole = [_leaf(pieces) for pieces in zip(*found, strict=True)]
     value = loss(*whole)
     _check(call, value)
-    _run(value if scale is None else scale(value))
+    scaled = value if scale is None else scale(value)
+    if _ordered():
+        backward(scaled)
+    else:
+        scaled.backward()
     wrappers = list(_wrappers(parents))
     at = [0] * len(whole)
     for number, part in enumerate(parts):
@@ -263,14 +267,6 @@ def _leaf(pieces: tuple[Tensor, ...]) -> Tensor:
 
 def _ordered() -> bool:
     return rank_state().of_thread.chain is not None
-
-
-def _run(loss: Tensor) -> None:
-    """Backward of a loss; inside `ordered()`, gradmesh's."""
-    if _ordered():
-        backward(loss)
-    else:
-        loss.backward()
 
 
 def _run_through(pairs: list[tuple[Tensor, Tensor]]) -> None:

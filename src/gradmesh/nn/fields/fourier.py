@@ -435,7 +435,14 @@ class SpectralConv(nn.Module):
                 y = transformed("fft", y, d)
                 m = self.modes[d - 2]
                 y = torch.cat((y.narrow(d, 0, m), y.narrow(d, rows[d - 2] - m, m)), d)
-        y = self._mixed(y, cut)
+        # Sum the ranks' terms, and multiply each mode by its matrix; each rank multiplies its share of the modes.
+        shape = y.shape[2:]
+        parts = balanced(prod(shape), cut.axis.size)
+        local = reduce_scatter(y.flatten(2), cut.axis, 2, sizes=parts)
+        weight = self.weight.flatten(2).to(local.dtype)
+        weight = shard(weight, cut.axis, 2, src=I if self.replicated else R, sizes=parts)
+        whole: Tensor = all_gather(torch.einsum("nik,iok->nok", local, weight), cut.axis, 2, sizes=parts)
+        y = whole.reshape(*whole.shape[:2], *shape)
         for d in range(2, last):
             if d != cut.dim:
                 m, gap = self.modes[d - 2], rows[d - 2] - 2 * self.modes[d - 2]
@@ -460,16 +467,6 @@ class SpectralConv(nn.Module):
         # Integer product modulo the total: no precision is lost for large factors.
         turns = (modes.unsqueeze(1) * rows % cut.total).to(kind) * (-2 * pi / cut.total)
         return torch.complex(turns.cos(), turns.sin())
-
-    def _mixed(self, terms: Tensor, cut: Cut) -> Tensor:
-        """Sum the ranks' terms, and multiply each mode by its matrix; each rank multiplies its share of the modes."""
-        shape = terms.shape[2:]
-        parts = balanced(prod(shape), cut.axis.size)
-        local = reduce_scatter(terms.flatten(2), cut.axis, 2, sizes=parts)
-        weight = self.weight.flatten(2).to(local.dtype)
-        weight = shard(weight, cut.axis, 2, src=I if self.replicated else R, sizes=parts)
-        whole: Tensor = all_gather(torch.einsum("nik,iok->nok", local, weight), cut.axis, 2, sizes=parts)
-        return whole.reshape(*whole.shape[:2], *shape)
 
     def extra_repr(self) -> str:
         """Channels and modes."""

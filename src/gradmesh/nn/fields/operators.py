@@ -369,8 +369,9 @@ class SpectralNorm(nn.Module):
         dim = self.first if self.cut == "rows" else int(self.first == 0)
         span = here.slice(self._each)
         vector = keys + ("0._u" if self.cut == "rows" else "0._v")
-        if _along(state.get(vector), 0) == sum(self._each):
-            state[vector] = state[vector][span]
+        known = state.get(vector)
+        if isinstance(known, Tensor) and known.shape[:1] == (sum(self._each),):
+            state[vector] = known[span]
         weight = state.get(f"{keys}original")
         if here.size > 1 and isinstance(weight, Tensor) and weight.dim() > max(dim, self.first):
             whole = self._matrix(weight)
@@ -393,11 +394,6 @@ class _LoadHook:
 
     def __call__(self, _: nn.Module, state: MutableMapping[str, Any], prefix: str, *__: Any) -> None:
         self.norm._take(self.name, state, prefix)
-
-
-def _along(x: object, dim: int) -> int | None:
-    """The size of a tensor along a dim, or None."""
-    return x.shape[dim] if isinstance(x, Tensor) and x.dim() > dim else None
 
 
 def spectral_norm(

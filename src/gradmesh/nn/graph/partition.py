@@ -61,7 +61,16 @@ def by_graph(batch: Tensor, ranks: int) -> Tensor:
         tensor([1, 1, 0, 0, 0, 1])
     """
     ranks = ranks_of(ranks, "by_graph")
-    graphs = index_of(batch, "batch", "by_graph")
+    least = int(batch.min()) if is_table(batch, 1, _INTEGERS) and batch.numel() else 0
+    if not is_table(batch, 1, _INTEGERS) or least < 0:
+        fail(
+            "by_graph",
+            "batch is not a 1-d tensor of integers >= 0",
+            "the graph of each node, e.g. torch.tensor([0, 0, 1])",
+            f"batch={shown(batch)}" + (f" with minimum {least}" if least < 0 else ""),
+            "number the graphs from 0",
+        )
+    graphs = batch.long()
     sizes = torch.bincount(graphs).tolist()
     loads = [(0, rank) for rank in range(ranks)]
     owner = [0] * len(sizes)
@@ -134,20 +143,6 @@ def ranks_of(value: object, who: str) -> int:
             "pass ranks=gm.world_size(axis)",
         )
     return whole
-
-
-def index_of(values: object, name: str, who: str) -> Tensor:
-    """A 1-d tensor of integers >= 0."""
-    least = int(values.min()) if is_table(values, 1, _INTEGERS) and values.numel() else 0
-    if not is_table(values, 1, _INTEGERS) or least < 0:
-        fail(
-            who,
-            f"{name} is not a 1-d tensor of integers >= 0",
-            "the graph of each node, e.g. torch.tensor([0, 0, 1])",
-            f"{name}={shown(values)}" + (f" with minimum {least}" if least < 0 else ""),
-            "number the graphs from 0",
-        )
-    return values.long()
 
 
 def fail(who: str, problem: str, expected: str, got: str, remedy: str) -> NoReturn:

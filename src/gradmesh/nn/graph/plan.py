@@ -465,38 +465,6 @@ _ROWS = {*(name.lstrip("_") for name in _FIELDS), "send", *_COUNTS}
 _EDGES = ("edge_index", "edges", "interior", "boundary")
 
 
-def plan_to_state(plan: Rows) -> dict[str, Tensor | int]:
-    """The state of a `GraphPlan`; shares its tensors."""
-    fields = vars(plan)
-    return {
-        **_header(plan.axis.rank, plan.axis.size, fields["hops"]),
-        "kind": KINDS.index(fields["_kind"]),
-        "root": fields["_root"],
-        **_put_rows(plan),
-        **_put_edges(plan),
-    }
-
-
-def plan_of_state(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
-    """The fields of a `GraphPlan` from this rank's state. A collective that checks the ranks' states."""
-    numbers = _numbers(state, _ROWS.union(_EDGES), ("kind", "root"), call)
-    rows, edges = ({name: cast("Tensor", state[name]) for name in names} for names in (_ROWS, _EDGES))
-    if (
-        not _are_rows(rows, numbers["ranks"])
-        or not _are_edges(edges, (len(rows["hop"]),) * 2)
-        or numbers["kind"] not in range(len(KINDS))
-    ):
-        _refuse(state, call)
-    _check_rank(numbers, call)
-    return {
-        **_take_rows(rows, call, [numbers[name] for name in ("kind", "root", "hops")]),
-        **{name: _plain(each) for name, each in edges.items()},
-        "hops": numbers["hops"],
-        "_kind": KINDS[numbers["kind"]],
-        "_root": numbers["root"],
-    }
-
-
 def types_to_state(
     rows: Mapping[str, Rows], edges: Mapping[Any, Edges], header: tuple[int, int, int]
 ) -> dict[str, Any]:
@@ -656,10 +624,7 @@ def _are_tensors(part: object, names: Collection[str]) -> TypeGuard[Mapping[str,
     return (
         isinstance(part, Mapping)
         and set(part) == set(names)
-        and all(
-            is_table(each, each.dim(), (torch.int64,)) for each in part.values() if isinstance(each, Tensor)
-        )
-        and all(isinstance(each, Tensor) for each in part.values())
+        and all(isinstance(x, Tensor) and is_table(x, x.dim(), (torch.int64,)) for x in part.values())
     )
 
 
@@ -777,26 +742,6 @@ def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
             f"partition the graph into {ranks} parts, gm.world_size(axis)",
         )
     return owner.to(torch.int64, copy=True)  # the caller may overwrite the argument
-
-
-def sent_by_root(
-    edges: Tensor | None, owner: Tensor | None, axis: Axis, root: int
-) -> tuple[GraphInput, Tensor]:
-    """This rank's edges and the owners of all nodes, from the root, on the root's kind of device."""
-    device = device_of_root(axis, root, edges)
-    if edges is None or owner is None:
-        empty = torch.empty(0, dtype=torch.int64, device=device)
-        owners = exchange([empty] * axis.size, axis)[root]
-        found = exchange([empty] * axis.size, axis)[root]
-    else:
-        edges, owner = (x if x.device.type == device.type else x.to(device) for x in (edges, owner))
-        exchange([owner] * axis.size, axis)
-        owners, targets = owner, owner[edges[1]]
-        order = targets.argsort(stable=True)
-        listed = torch.cat((edges[:, order], order[None]))
-        parts = listed.split(torch.bincount(targets, minlength=axis.size).tolist(), dim=1)
-        found = exchange(list(parts), axis)[root]
-    return GraphInput(found[:2], found[2], whole=False), owners
 
 
 def hops_of(hops: object, fail: Fail) -> int:
@@ -1003,7 +948,20 @@ class GraphPlan(Rows):
                 f"pass GraphPlan(root={self._root}) on this rank, or omit root if every rank has the graph",
             )
         agree(call.axis, self.verb, "root and hops", options)
-        return sent_by_root(edges, owner, call.axis, self._root)
+        device = device_of_root(call.axis, self._root, edges)
+        if edges is None or owner is None:
+            empty = torch.empty(0, dtype=torch.int64, device=device)
+            owners = exchange([empty] * call.axis.size, call.axis)[self._root]
+            found = exchange([empty] * call.axis.size, call.axis)[self._root]
+        else:
+            edges, owner = (x if x.device.type == device.type else x.to(device) for x in (edges, owner))
+            exchange([owner] * call.axis.size, call.axis)
+            owners, targets = owner, owner[edges[1]]
+            order = targets.argsort(stable=True)
+            listed = torch.cat((edges[:, order], order[None]))
+            parts = listed.split(torch.bincount(targets, minlength=call.axis.size).tolist(), dim=1)
+            found = exchange(list(parts), call.axis)[self._root]
+        return GraphInput(found[:2], found[2], whole=False), owners
 
     def _build(self, given: GraphInput, hops: int) -> None:
         """Find the edges and the remote rows, and request these."""
@@ -1026,9 +984,7 @@ class GraphPlan(Rows):
         row = torch.empty_like(self.owner)
         row[torch.cat((self.own, self.remote))] = torch.arange(len(self.hop), device=row.device)
         own = len(self.own)
-        self._number(local_edges(row[torch.cat(pairs, dim=1)[:, order]], which[order], (own, own)))
-
-    def _number(self, local: Edges) -> None:
+        local = local_edges(row[torch.cat(pairs, dim=1)[:, order]], which[order], (own, own))
         self.edge_index, self.edges = local.edge_index, local.edges
         self.interior, self.boundary = local.interior, local.boundary
 
@@ -1116,7 +1072,14 @@ class GraphPlan(Rows):
             >>> gm.launch(on_each_rank, 2, backend="threads")
             [True, True]
         """
-        return plan_to_state(self)
+        fields = vars(self)
+        return {
+            **_header(self.axis.rank, self.axis.size, fields["hops"]),
+            "kind": KINDS.index(fields["_kind"]),
+            "root": fields["_root"],
+            **_put_rows(self),
+            **_put_edges(self),
+        }
 
     @property
     def digest(self) -> str:
@@ -1137,8 +1100,19 @@ class GraphPlan(Rows):
             MismatchError: the ranks' states belong to different plans, or another rank raised.
         """
         call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
+        numbers = _numbers(stored, _ROWS.union(_EDGES), ("kind", "root"), call)
+        rows, edges = ({name: cast("Tensor", stored[name]) for name in names} for names in (_ROWS, _EDGES))
+        if (
+            not _are_rows(rows, numbers["ranks"])
+            or not _are_edges(edges, (len(rows["hop"]),) * 2)
+            or numbers["kind"] not in range(len(KINDS))
+        ):
+            _refuse(stored, call)
+        _check_rank(numbers, call)
         made = object.__new__(cls)
-        made.__dict__.update(plan_of_state(stored, call))
+        made.__dict__ |= _take_rows(rows, call, [numbers[name] for name in ("kind", "root", "hops")])
+        made.__dict__ |= {name: _plain(each) for name, each in edges.items()}
+        made.hops, made._kind, made._root = numbers["hops"], KINDS[numbers["kind"]], numbers["root"]
         return made
 
 

@@ -23,22 +23,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from gradmesh._util.call_sites import PARSING
+from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH
 from gradmesh._util.structure import tensors_in
 from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
+from gradmesh.verify.gradients.inputs import local_shard
 
 IN_BACKWARD = "raised in backward"
 """A note that is added to exceptions raised in backward."""
 _REENTRANT = "CheckpointFunctionBackward"
 _WAITED = (DeadlockError, AbortedError, MismatchError)
 
-_LIBRARIES = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
-    os.path.dirname(os.path.abspath(threading.__file__)) + os.sep,
-    "<frozen",
-)
+_LIBRARIES = (TORCH, GRADMESH, os.path.dirname(os.path.abspath(threading.__file__)) + os.sep, "<frozen")
 """Folders of library code, which is not under audit: torch, gradmesh, the standard library."""
 
 _of_this_rank = threading.local()
@@ -84,7 +80,7 @@ class Subject:
             values[index] = x
         out = self.fn(*replaced(self.arguments, iter(values)))
         out = list(out) if isinstance(out, Iterator) else out
-        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in tensors_in(out)]
+        local = [local_shard(y) for y in tensors_in(out)]
         return [y for y in local if y.is_floating_point() or y.is_complex()]
 
     @contextlib.contextmanager
@@ -543,7 +539,7 @@ class Watch:
         def look(grads: Sequence[Tensor | None]) -> None:
             for grad in grads:
                 if grad is not None:
-                    local = _local(grad)
+                    local = local_shard(grad.detach())  # comparing DTensors would communicate
                     self._handed.append((name, line, local, local.clone()))
 
         return look
@@ -556,12 +552,6 @@ class Watch:
             if not same_values(grad, copy)
         ]
         return list(dict.fromkeys(found))
-
-
-def _local(x: Tensor) -> Tensor:
-    """The tensor, or the local shard of a DTensor, because comparing DTensors would communicate."""
-    local: Any = x.detach()
-    return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from gradmesh import errors
 from gradmesh._torch import in_backward
-from gradmesh._util.call_sites import Site, call_site, show_site
+from gradmesh._util.call_sites import GRADMESH, TORCH, Site, call_site, show_site
 from gradmesh.verbs import collectives
 from gradmesh.verify.gradients.program import Options, Program, exchanged, prepared
 
@@ -54,9 +53,6 @@ def _codes() -> dict[CodeType, str]:
     return found
 
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, errors.__file__)
-)
 _CODES = _codes()
 
 
@@ -132,7 +128,9 @@ class CallRecorder:
                 self._apply(event, arg.__self__)
             return
         if event == "call" and self._contexts and self._contexts[-1] is None:
-            self._contexts[-1] = next((x for x in frame.f_locals.values() if isinstance(x, _CONTEXT)), None)
+            self._contexts[-1] = next(
+                (x for x in frame.f_locals.values() if isinstance(x, BackwardCFunction)), None
+            )
         op = _CODES.get(frame.f_code)
         if op is None:
             return
@@ -193,24 +191,21 @@ class CallRecorder:
         in_graph = node is not None and any(to is not None for to, _ in node.next_functions)
         # Inside another Function's forward nothing is recorded.
         if in_graph and not in_backward() and (inner or not self._applying):
-            self._node(node, cls, inner)
-
-    def _node(self, node: Any, cls: type, inner: list[Called]) -> None:
-        number = len(self.nodes)
-        ours = cls.__module__.startswith("gradmesh.")
-        name = cls.__name__
-        op = getattr(node, "op", None)
-        if ours and op is not None:
-            name = f"gradmesh.{op.called}"
-        own = not cls.__module__.startswith("torch.")
-        made = Node(number, name, call_site(), node, ours, bool(inner) or own)
-        self.nodes.append(made)
-        for called in inner:
-            called.inside = number
-        node.register_prehook(lambda grads: self._entered(number, grads))
-        if self._change is not None:
-            self._change.node(made)
-        node.register_hook(lambda *_: self._left())
+            number = len(self.nodes)
+            ours = cls.__module__.startswith("gradmesh.")
+            name = cls.__name__
+            op = getattr(node, "op", None)
+            if ours and op is not None:
+                name = f"gradmesh.{op.called}"
+            own = not cls.__module__.startswith("torch.")
+            made = Node(number, name, call_site(), node, ours, bool(inner) or own)
+            self.nodes.append(made)
+            for called in inner:
+                called.inside = number
+            node.register_prehook(lambda grads: self._entered(number, grads))
+            if self._change is not None:
+                self._change.node(made)
+            node.register_hook(lambda *_: self._left())
 
     def _entered(self, number: int, _: object) -> None:
         self._in_node = number
@@ -227,16 +222,13 @@ def _applies(function: Any) -> bool:
     return named and isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
 
 
-_CONTEXT = torch.autograd.function.BackwardCFunction
-
-
 def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
     """The tensor with requires_grad that shares a detached operand's memory, if the caller still has it."""
     source = handed.get("tensor", handed.get("input_tensor"))
     if not isinstance(source, Tensor) or source.requires_grad:
         return source if isinstance(source, Tensor) else None
     caller = frame.f_back
-    while caller is not None and caller.f_code.co_filename.startswith(_LIBRARIES):
+    while caller is not None and caller.f_code.co_filename.startswith((TORCH, GRADMESH)):
         caller = caller.f_back
     for x in [] if caller is None else caller.f_locals.values():
         if not isinstance(x, Tensor) or not x.requires_grad or x.shape != source.shape:

@@ -27,8 +27,17 @@ from gradmesh.verify.gradients.calls import (
     Trials,
     investigate,
 )
-from gradmesh.verify.gradients.program import Measured, Options, Run, inner, measure
-from gradmesh.verify.gradients.report import NONE_FITS, Diagnosis, Slopes, Suspect, entries, slopes, tolerance
+from gradmesh.verify.gradients.program import Measured, Options, Run, measure
+from gradmesh.verify.gradients.report import (
+    NONE_FITS,
+    Diagnosis,
+    Slopes,
+    Suspect,
+    along,
+    entries,
+    slopes,
+    tolerance,
+)
 from gradmesh.verify.laws import as_real
 
 
@@ -240,7 +249,7 @@ def _means(of: Cases) -> Fit | None:
     for weights in ([1 / s for s in share], share):
         by_holder = all(case.is_(weights[case.rank] * case.want, weights[case.rank]) for case in of.all)
         by_loss = all(
-            case.terms is not None and case.is_(_weighted(case.terms, weights), max(weights))
+            case.terms is not None and case.is_(case.terms.new_tensor(weights) @ case.terms, max(weights))
             for case in of.all
         )
         if by_holder or by_loss:
@@ -251,10 +260,6 @@ def _means(of: Cases) -> Fit | None:
                 f"{whose} is weighted as if all ranks had equally many rows: by {shown}, for rows {list(of.counts)}",
             )
     return None
-
-
-def _weighted(terms: Tensor, weights: Sequence[float]) -> Tensor:
-    return (torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * terms).sum(0)
 
 
 def _conjugate(of: Cases) -> Fit | None:
@@ -624,7 +629,7 @@ def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[
                     type=move.type,
                     rank=rank,
                     got=slope.analytic[rank],
-                    conjugate=_conjugate_slopes(grad, slope, options),
+                    conjugate=_conjugate_slopes(grad, slope, options, rank),
                     want=slope.total,
                     terms=slope.by_rank if options.objective != "replicated" else None,
                     allowed=tolerance(slope, options),
@@ -633,13 +638,11 @@ def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[
     return result
 
 
-def _conjugate_slopes(grad: Tensor | None, slope: Slopes, options: Options) -> Tensor | None:
+def _conjugate_slopes(grad: Tensor | None, slope: Slopes, options: Options, rank: int) -> Tensor | None:
     move = slope.move
     if not move.dtype.is_complex or move.count == 0:
         return None
-    if grad is None:
-        return torch.zeros(move.count, dtype=torch.float64)
-    return torch.stack([inner(grad.conj(), move.along(n, options.seed)).double() for n in range(move.count)])
+    return along(None if grad is None else grad.conj(), move, options, rank)
 
 
 def _rows(found: list[Measured]) -> Sequence[int] | None:

@@ -159,7 +159,23 @@ class RankInputs:
         if isinstance(x, Input):
             return self._taken(x.value, name, x.type)
         if isinstance(x, nn.Module):
-            self._take_parameters(x, name, kind)
+            self.modules.append(x)
+            averaged = averaged_parameters(x)
+            for path, parameter in x.named_parameters():
+                chosen = _of(kind, path, Type.I if id(parameter) in averaged else _default(parameter))
+                if not parameter.requires_grad or chosen is None:
+                    continue
+                full = f"{name}.{path}"
+                if parameter.dtype not in (torch.float64, torch.complex128):
+                    raise invalid(
+                        "a module's parameter is not in double precision",
+                        "float64 or complex128, because finite differences lose half of the digits",
+                        f"{full} of dtype {parameter.dtype}",
+                        "call module.double() before wrapping or sharding the module",
+                        DTypeError,
+                    )
+                base = local_shard(parameter.detach()).clone()
+                self.leaves[full] = Leaf(full, chosen, base, parameter)
             return x
         if isinstance(x, Tensor):
             return self._tensor(x, name, _of(kind, name, Type.V))
@@ -178,25 +194,6 @@ class RankInputs:
             return value
         self.leaves[name] = Leaf(name, kind, value)
         return self.leaves[name]
-
-    def _take_parameters(self, module: nn.Module, name: str, kind: InputType) -> None:
-        self.modules.append(module)
-        averaged = averaged_parameters(module)
-        for path, parameter in module.named_parameters():
-            chosen = _of(kind, path, Type.I if id(parameter) in averaged else _default(parameter))
-            if not parameter.requires_grad or chosen is None:
-                continue
-            full = f"{name}.{path}"
-            if parameter.dtype not in (torch.float64, torch.complex128):
-                raise invalid(
-                    "a module's parameter is not in double precision",
-                    "float64 or complex128, because finite differences lose half of the digits",
-                    f"{full} of dtype {parameter.dtype}",
-                    "call module.double() before wrapping or sharding the module",
-                    DTypeError,
-                )
-            base = local_shard(parameter.detach()).clone()
-            self.leaves[full] = Leaf(full, chosen, base, parameter)
 
 
 def averaged_parameters(module: nn.Module) -> set[int]:

@@ -208,7 +208,7 @@ def slopes(found: list[Measured], options: Options, order: int = 1) -> list[Slop
         size = sum(abs(p.varying) + abs(p.invariant) for rank in ends for pair in rank for p in pair)
         noise = _ROUNDING * size / max(1, 2 * move.count) / options.eps
         gradients = [rank.gradients[order].get(move.name) for rank in found]
-        analytic = torch.stack([_along(grad, move, options, rank) for rank, grad in enumerate(gradients)])
+        analytic = torch.stack([along(grad, move, options, rank) for rank, grad in enumerate(gradients)])
         holders = range(len(found)) if move.owner is None else [move.owner]
         missing = frozenset(rank for rank in holders if gradients[rank] is None)
         total = torch.tensor(totals, dtype=torch.float64)
@@ -235,7 +235,7 @@ def _slope(pair: tuple[Part, Part], step: float) -> float:
     return ((after.varying - before.varying) + (after.invariant - before.invariant)) / step
 
 
-def _along(grad: Tensor | None, move: Move, options: Options, rank: int) -> Tensor:
+def along(grad: Tensor | None, move: Move, options: Options, rank: int) -> Tensor:
     """A gradient along each direction of a perturbation; zero on a rank that is not perturbed."""
     if grad is None or move.owner not in (None, rank) or grad.shape != move.shape:
         return torch.zeros(move.count, dtype=torch.float64)

@@ -82,10 +82,6 @@ def _direct(op: str, size: int, n: float, s: float) -> list[Cost]:
     return _common(1, size, n, s).get(op, [(1, s)])
 
 
-def _fastest(op: str, size: int, n: float, s: float) -> list[Cost]:
-    return _ring(op, size, n, s) + _tree(op, size, n, s)
-
-
 def _common(log: int, size: int, n: float, s: float) -> Costs:
     one: list[Cost] = [(1, n)]
     return {
@@ -104,7 +100,7 @@ def _log(size: int) -> int:
 
 
 ALGORITHMS: dict[str, Callable[[str, int, float, float], list[Cost]]] = {
-    "fastest": _fastest,
+    "fastest": lambda *of: _ring(*of) + _tree(*of),
     "ring": _ring,
     "tree": _tree,
     "direct": _direct,

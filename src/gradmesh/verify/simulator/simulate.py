@@ -1,12 +1,5 @@
 """`simulate`: runs a program on thread ranks, records every collective, and applies a cost model.
 
-Deterministic, seeded scheduler: one rank runs at a time.
-A rank yields at every communication call, when it waits, and when its function returns; the generator then picks one of
-the ranks that are ready. The same seed gives the same order.
-
-If no rank is ready, that is a deadlock, which is reported immediately.
-
-The observer of a simulation: records every call, schedules the ranks, and delays results.
 A call is recorded when a rank makes it, and gets its times when the last rank has made it. With a schedule, a rank
 yields at each call. With a cost model, a rank that waits for a call continues at the call's modelled end.
 
@@ -126,21 +119,18 @@ class Schedule:
         if ready:
             self._turns[self._random.choice(ready)].release()
         else:
-            self._give_up()
+            world = self._world
+            with world.lock:
+                stuck = list(world.waiting.values())
+                first = next((waits_for for waits_for in stuck if world.lost(waits_for)), stuck[0])
+                world.stop_now(functools.partial(DeadlockError, str(world.deadlock(first.hopeless()))))
+            self._wake()
 
     def _wait_for_turn(self, rank: int) -> None:
         while not self._turns[rank].acquire(timeout=_LOOK):
             if self._world.stopped is not None:
                 break
         self._world.check()
-
-    def _give_up(self) -> None:
-        world = self._world
-        with world.lock:
-            stuck = list(world.waiting.values())
-            first = next((waits_for for waits_for in stuck if world.lost(waits_for)), stuck[0])
-            world.stop_now(functools.partial(DeadlockError, str(world.deadlock(first.hopeless()))))
-        self._wake()
 
     def _wake(self) -> None:
         """Wake all ranks, so that they see that the world has been stopped."""

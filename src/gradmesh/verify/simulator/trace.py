@@ -201,7 +201,17 @@ def trace_of(events: Iterable[Event], work: Iterable[Work] = ()) -> Entry:
             entries.append(_slice(f"waits for {what}", event, 0, event.stood, event.stood + event.waited))
         if event.start is not None and event.end is not None:
             if working and event.stood != event.called:
-                entries.append(_launch(what, event))
+                entries.append(
+                    {
+                        "ph": "i",
+                        "s": "t",
+                        "name": f"launches {what}",
+                        "cat": event.phase,
+                        "pid": event.rank,
+                        "tid": 0,
+                        "ts": 1e6 * event.called,
+                    }
+                )
             row = rows.free(event)
             slices[event.number] = _slice(what, event, row, event.start, event.end)
             slices[event.number]["args"] = _arguments(event)
@@ -235,19 +245,6 @@ def _slice(name: str, of: Event | Work, row: int, start: float, end: float) -> E
         "tid": row,
         "ts": 1e6 * start,
         "dur": 1e6 * (end - start),
-    }
-
-
-def _launch(what: str, event: Event) -> Entry:
-    """A mark for the launch of an asynchronous call."""
-    return {
-        "ph": "i",
-        "s": "t",
-        "name": f"launches {what}",
-        "cat": event.phase,
-        "pid": event.rank,
-        "tid": 0,
-        "ts": 1e6 * event.called,
     }
 
 
