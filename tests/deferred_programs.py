@@ -474,3 +474,44 @@ def kept_message() -> list[float]:
         total = total + gm.recv(total, source=0)
         optimizer.step()
     return total.tolist()
+
+
+def drawn_messages(seed: int, size: int) -> tuple[list[tuple[int, int, int]], int, int]:
+    """Messages (source, receiver, elements), in an order in which each can wait; one of them, and an end of it."""
+    draw = random.Random(seed)
+    messages = [(*draw.sample(range(size), 2), draw.randint(1, 3)) for _ in range(8)]
+    number = draw.randrange(len(messages))
+    return messages, number, draw.choice(messages[number][:2])
+
+
+def random_messages(seed: int, fault: str, size: int) -> tuple[str, list[float]]:
+    """Random messages on the device, differentiated; one end of one of them is wrong.
+
+    Returns:
+        What this rank raised, and the gradient of what it sent.
+    """
+    messages, wrong, guilty = drawn_messages(seed, size)
+    mine = [at for at, (source, to, _) in enumerate(messages) if gm.rank() in (source, to)]
+    if gm.rank() == guilty and fault == "left out":
+        mine.remove(wrong)
+    if gm.rank() == guilty and fault == "another order":
+        mine.remove(wrong)
+        mine.append(wrong)
+    x, loss = torch.ones(4, requires_grad=True), torch.zeros(())
+    optimizer = torch.optim.SGD([x], lr=0.0)
+    try:
+        with contextlib.suppress(RuntimeError):  # of a kernel whose group was aborted
+            with gm.ordered():
+                for at in mine:
+                    source, to, n = messages[at]
+                    n += fault == "another shape" and at == wrong and gm.rank() == guilty
+                    if source == gm.rank():
+                        gm.send(x[:n] * (1 + at), to=to)
+                    else:
+                        loss = loss + gm.recv(x[:n].detach(), source=source).sum() * (1 + gm.rank())
+                gm.backward(loss if loss.requires_grad else None)
+            optimizer.step()
+        gm.barrier()
+        return "", [] if x.grad is None else x.grad.tolist()
+    except gm.GradmeshError as error:
+        return type(error).__name__, []

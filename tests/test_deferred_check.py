@@ -372,6 +372,50 @@ def test_a_message_on_a_device_is_kept_for_a_receiver_that_comes_after_a_step() 
     assert found == [[1.5, 1.5], [4.5, 4.5]]
 
 
+MESSAGE_FAULTS = ["none", "left out", "another shape", "another order"]
+
+
+@pytest.mark.device
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
+@pytest.mark.parametrize("seed", seldom(range(2), [1]))
+def test_random_messages_are_right_or_raise_at_both_ends(fault: str, seed: int) -> None:
+    exchanged(fault, seed)
+
+
+@pytest.mark.device
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
+@pytest.mark.parametrize("seed", range(2, 16))
+def test_more_random_messages_are_right_or_raise_at_both_ends(fault: str, seed: int) -> None:
+    exchanged(fault, seed)
+
+
+def exchanged(fault: str, seed: int) -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    size = 2 + seed % 2
+    found = gm.launch(
+        on_device, size, backend=sd.POOL, args=(programs.random_messages, seed, fault, size), timeout=60
+    )
+    messages, wrong, _ = programs.drawn_messages(seed, size)
+    right = torch.zeros(size, 4)
+    for at, (source, to, n) in enumerate(messages):
+        right[source, :n] += (1 + at) * (1 + to)
+    ends = messages[wrong][:2]
+    last = not any({*ends} == {*each[:2]} for each in messages[wrong + 1 :])
+    for rank, (error, gradient) in enumerate(found):
+        if error:
+            assert fault != "none"
+            assert error in FOUND
+        elif fault == "none" or rank not in ends:
+            assert gradient == (right[rank].tolist() if right[rank].any() else [])
+        else:  # where nothing follows between the two, the order may be the same
+            assert fault == "another order"
+            assert last
+
+
 def on_device(program: Callable[..., Any], *args: Any) -> Any:
     found: list[Any] = []
     with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end

@@ -128,7 +128,7 @@ def page(data: dict[str, Any]) -> str:
     parts.append(
         "torchtitan 0.3.0 is not among them: its models import Triton, which there is for GPUs alone. All findings and "
         "notes are in [libraries.json](reports/libraries.json). Repeat it with `python -m tools.libraries`, some with "
-        "`--only trl`."
+        "`--only trl`. A finding as it can be reported: [a contrastive loss](models/clip-loss.md)."
     )
     return "\n\n".join([*parts, END]) + "\n"
 
