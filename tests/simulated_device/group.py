@@ -105,6 +105,8 @@ class SimulatedGroup(_ProcessGroup):
         def kernel() -> None:
             if seconds:
                 time.sleep(seconds)
+            if self._aborted.is_set():
+                raise RuntimeError(_ABORTED)
             if not (self._matches if collective else self._meets)(name, memory, others):
                 self._aborted.wait()
                 raise RuntimeError(_ABORTED)
