@@ -515,3 +515,58 @@ def random_messages(seed: int, fault: str, size: int) -> tuple[str, list[float]]
         return "", [] if x.grad is None else x.grad.tolist()
     except gm.GradmeshError as error:
         return type(error).__name__, []
+
+
+def _sent_last(x: Tensor) -> Tensor:
+    """Rank 0 returns as soon as it has sent."""
+    gm.all_reduce(x, dst=gm.R)
+    time.sleep(1 if gm.rank() == 0 else 0)
+    return gm.send(x, to=1) if gm.rank() == 0 else gm.recv(x, source=0)
+
+
+def _beside_a_barrier(x: Tensor) -> Tensor:
+    """Rank 1 receives before the barrier, and rank 0 sends after it."""
+    y = gm.recv(x, source=0) if gm.rank() == 1 else x
+    gm.barrier()
+    return gm.send(x, to=1) if gm.rank() == 0 else y
+
+
+def _step_before_the_others_first_call(x: Tensor) -> Tensor:
+    w = torch.ones(1, requires_grad=True)
+    w.grad = torch.ones(1)
+    if gm.rank() == 0:
+        sent = gm.send(x, to=1)
+        torch.optim.SGD([w]).step()
+        return sent
+    time.sleep(1)
+    return gm.recv(x, source=0)
+
+
+RIGHT_MESSAGES = {
+    "sent last": _sent_last,
+    "beside a barrier": _beside_a_barrier,
+    "step before the other's first call": _step_before_the_others_first_call,
+}
+
+
+def right_messages(name: str) -> list[float]:
+    """What rank 1 receives."""
+    return RIGHT_MESSAGES[name](torch.full((2,), 3.0)).cpu().tolist()
+
+
+def no_message() -> None:
+    """A function without a call."""
+
+
+def unreceived() -> str:
+    """Rank 0 sends to a rank that returns."""
+    x = torch.ones(2)
+    try:
+        if gm.rank() == 0:
+            gm.send(x, to=1)
+            with contextlib.suppress(RuntimeError):  # of the kernel whose group was aborted
+                torch.accelerator.synchronize()
+            gm.send(x, to=1)
+    except gm.GradmeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -372,6 +372,29 @@ def test_a_message_on_a_device_is_kept_for_a_receiver_that_comes_after_a_step() 
     assert found == [[1.5, 1.5], [4.5, 4.5]]
 
 
+@pytest.mark.device
+@pytest.mark.processes
+@pytest.mark.parametrize("name", programs.RIGHT_MESSAGES)
+def test_right_messages_on_a_device_raise_nothing(name: str) -> None:
+    """In ranks that have run a function before, without a call."""
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    with gm.Ranks(2, sd.POOL, timeout=60) as ranks:
+        ranks.run(on_device, programs.no_message)
+        assert ranks.run(on_device, programs.right_messages, name) == [[], [3.0, 3.0]]
+
+
+@pytest.mark.device
+@pytest.mark.processes
+def test_a_message_that_nobody_receives_is_an_error() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    text, other = gm.launch(on_device, 2, backend=sd.POOL, args=(programs.unreceived,), timeout=60)
+    assert other == ""
+    assert text.startswith("DeadlockError: ")
+    assert "rank 0: waits for rank 1 in call 1, send(to=1) of float32[2] at " in text
+
+
 MESSAGE_FAULTS = ["none", "left out", "another shape", "another order"]
 
 

@@ -139,32 +139,37 @@ class SimulatedGroup(_ProcessGroup):
 
     def _end_of(self, work: dist.Work) -> None:
         """Wait for a call of Gloo's, or for the abort: Gloo does not always wake a send whose connection is closed."""
-        try:
-            future = work.get_future()
-        except RuntimeError:  # of a message
-            work.wait()
-            return
         over = threading.Event()
         self._running.add(over)
-        future.add_done_callback(lambda _: over.set())
+        failed: list[RuntimeError] = []
+
+        def waits() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed.append(error)
+            done.append(True)
+            over.set()
+
+        done: list[bool] = []
+        threading.Thread(target=waits, daemon=True).start()
         if not self._aborted.is_set():
             over.wait()
         self._running.discard(over)
-        if not future.done():
-            raise RuntimeError(_ABORTED)
-        future.wait()
+        if failed or not done:
+            raise failed[0] if failed else RuntimeError(_ABORTED)
 
     def _meets(self, name: str, memory: list[Tensor], others: Any) -> bool:
         """Whether the other end of a message has as many bytes; called on the stream of the messages."""
         peer, tag = others
         size, answer = torch.tensor([memory[0].nbytes, 0], device="cpu").split(1)
         if name == "send":
-            self._device.send([size], peer, tag + 1).wait()
-            self._device.recv([answer], peer, tag + 2).wait()
+            self._end_of(self._device.send([size], peer, tag + 1))
+            self._end_of(self._device.recv([answer], peer, tag + 2))
         else:
-            self._device.recv([size], peer, tag + 1).wait()
+            self._end_of(self._device.recv([size], peer, tag + 1))
             answer.fill_(int(size) == memory[0].nbytes)
-            self._device.send([answer], peer, tag + 2).wait()
+            self._end_of(self._device.send([answer], peer, tag + 2))
         return bool(answer)
 
     def get_group_store(self) -> Any:

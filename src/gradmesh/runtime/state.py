@@ -307,7 +307,7 @@ def run_to_end(run: Callable[[], T]) -> T:
         started.check(at_the_end=True)
         if state.deferred_check is not None:
             state.deferred_check.finish()
-        if dist.is_initialized() and state is _process_state:
+        if dist.is_initialized() and state is _process_state and not getattr(state.deferred_check, "off", ""):
             with contextlib.suppress(RuntimeError, AttributeError):  # its host has ended, or there is none
                 _torch.default_store().set(RETURNED.format(dist.get_rank()), str(state.launched))
     finally:

@@ -240,7 +240,8 @@ class Log:
         self.last = check
         if checker.hurry:
             checker.hurry = False
-            checker.post()
+            with checker._lock:
+                checker._post()
         if (recorded := check.recorded) is not None:
             recorded.logged, recorded.site = self.made, check.site
         if check.ahead and (kind := check.kind) not in self._met:
@@ -262,12 +263,7 @@ def note(axis: Axis, check: OpCallCheck, balance: int = 0, refused: str = "") ->
 def note_message(axis: Axis, verb: str, peer: int, greeting: str, refused: str = "") -> Iterator[None]:
     """Append one end of a message off the CPU to the log of the two ranks; the block makes it.
 
-    Args:
-        axis: the axis.
-        verb: "send" or "recv".
-        peer: the rank at the other end.
-        greeting: description of the message.
-        refused: why this rank aborts it instead.
+    As for `Log.note`; `peer` is the rank at the other end, `greeting` describes the message.
     """
     log = _open(axis, peer)
     with contextlib.nullcontext() if log is None else log.lock:
@@ -286,7 +282,7 @@ def _name(axis: Axis, peer: int | None) -> str:
 
 def _open(axis: Axis, peer: int | None = None) -> Log | None:
     state = rank_state()
-    with _opening:
+    with _opening[0]:
         checker = state.deferred_check
         if isinstance(checker, Checker) and checker.off and checker.is_of_this_world():
             return None
@@ -297,7 +293,7 @@ def _open(axis: Axis, peer: int | None = None) -> Log | None:
         return checker.open(axis, peer)
 
 
-_opening = threading.Lock()
+_opening = [threading.Lock()]
 
 
 class Checker:
@@ -404,14 +400,12 @@ class Checker:
             if self._connection is not None and not self.closed:
                 self._connection.send({"returned": self.returned})
 
-    def flush(
-        self, logs: Iterable[Log] | None = None, seconds: float | None = None, *, step: bool = False
-    ) -> None:
-        """Wait until the calls that this rank has made were compared.
+    def flush(self, logs: Iterable[Log] | None = None, *, at_exit: bool = False, step: bool = False) -> None:
+        """Wait until the calls that this rank has made were compared, and all were sent to the hub.
 
         Args:
             logs: the logs; None: all.
-            seconds: how long to wait at most.
+            at_exit: wait for the messages that were sent too, but only for some seconds.
             step: an optimizer is about to use the gradients: wait for the other ranks to come to theirs, too.
 
         Raises:
@@ -420,15 +414,19 @@ class Checker:
         """
         if self.closed or os.getpid() != _process[0]:
             return
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + _AT_EXIT if at_exit else None
         with self._changed:
-            wanted = [(log, log.awaited) for log in (self.logs.values() if logs is None else logs)]
-            self._stepping = step
+            wanted = [
+                (log, log.made if at_exit else log.awaited, log.made)
+                for log in (self.logs.values() if logs is None else logs)
+            ]
+            if step:
+                self._stepping = True
             self._post(step=step)
-            if not step and all(log.first >= made for log, made in wanted) and self.error is None:
-                return
             while self.error is None and not self.off and not self.closed:
-                if all(log.first >= made for log, made in wanted) and not self._stepping:
+                if all(log.first >= awaited and log.posted >= made for log, awaited, made in wanted) and not (
+                    step and self._stepping
+                ):
                     return
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -473,7 +471,7 @@ class Checker:
         """Compare the last calls, and end."""
         if not self._raised:
             try:
-                self.flush(seconds=_AT_EXIT)
+                self.flush(at_exit=True)
             except (RuntimeError, ValueError) as error:
                 print(error, file=sys.stderr)
         self.close()
@@ -532,6 +530,7 @@ class Checker:
                         log.posted, log.known = log.first, False
                     self._connection = connection
                     self._post(step=self._stepping)
+                    self._changed.notify_all()
                     connection.send({"returned": self.returned})
                 return connection
         if generation > len(self._gone) + 8:
@@ -583,11 +582,6 @@ class Checker:
         text, made = self._failed
         return text if made == self._made() else ""
 
-    def post(self) -> None:
-        """Send the digests of new calls."""
-        with self._lock:
-            self._post()
-
     def _post(self, *, step: bool = False) -> None:
         """Send the digests of new calls, and that an optimizer is about to step; called with the lock."""
         if self._connection is None:
@@ -624,7 +618,8 @@ class Checker:
             self._gone |= {int(rank): how for rank, how in said["closing"].items()}
         elif "hurry" in said:
             self.hurry = True
-            self.post()
+            with self._lock:
+                self._post()
         elif "notice" in said:
             print(said["notice"], file=sys.stderr, flush=True)
         elif "failed" in said:
@@ -775,7 +770,7 @@ def _end() -> None:
 
 def _forked() -> None:
     """A child has no threads of its parent, and must not keep the connections open."""
-    _process[0] = os.getpid()
+    _process[0], _opening[0] = os.getpid(), threading.Lock()
     for checker in list(_checkers):
         checker.drop()
 
@@ -954,7 +949,7 @@ class Hub:
         self._asked = 0
         self._noticed: set[str] = set()
         self._agreed: dict[int, dict[str, int]] = {}
-        self._hurried: dict[int, tuple[int, int]] = {}
+        self._hurried: set[tuple[int, int]] = set()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="gradmesh deferred check hub", daemon=True)
 
@@ -1075,12 +1070,14 @@ class Hub:
         rank = self._ranks.pop(connection, None)
         if rank is not None:
             peer = self._peers[rank]
-            peer.connection, peer.blocked, peer.at_once = None, None, None
+            peer.connection, peer.blocked, peer.at_once, peer.stepping = None, None, None, None
             peer.ended = peer.ended or how
 
     def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
         at, changed = 0, []
-        self._hurried.pop(rank, None)  # which is asked again for what it has not made yet
+        self._hurried = {
+            pair for pair in self._hurried if pair[0] != rank
+        }  # asked again for what it has not made yet
         for name, start, count, members, messages in logs:
             group = self._groups.get(name)
             if group is None:
@@ -1196,17 +1193,17 @@ class Hub:
     def _let_go_on(self) -> None:
         """Tell the ranks how many calls were compared, and those that wait before a step that they may."""
         agreed, self._agreed = self._agreed, {}
-        for rank, peer in self._peers.items():
+        for rank, peer in list(self._peers.items()):
             said: Message = {"agreed": agreed.get(rank, {})}
             if peer.stepping is not None and peer.connection is not None and self._may_step(rank, peer):
                 peer.stepping = None
                 said["step"] = peer.steps
             elif peer.stepping is not None:
                 waits = self._waits(rank).items()
-                for other in {one for name, late in waits if self._groups[name].messages for one in late}:
-                    if self._hurried.get(other) != (rank, peer.steps):
-                        self._hurried[other] = rank, peer.steps
-                        self._send(other, {"hurry": True})
+                needed = {(one, rank) for name, late in waits if self._groups[name].messages for one in late}
+                for other, _ in needed - self._hurried:
+                    self._send(other, {"hurry": True})
+                self._hurried |= needed
             if len(said) > 1 or said["agreed"]:
                 self._send(rank, said)
 
@@ -1236,8 +1233,8 @@ class Hub:
 
     # -- ranks that wait
 
-    def _waits(self, rank: int) -> dict[str, list[int]]:
-        """The groups in which calls of a rank are unmatched, each with the ranks that have not made the call."""
+    def _waits(self, rank: int, *, sends: bool = False) -> dict[str, list[int]]:
+        """The groups in which a rank waits, each with the ranks that have not made the call; for receivers too."""
         waits = {}
         for name, group in self._groups.items():
             if rank not in group.streams or group.failed:
@@ -1246,7 +1243,7 @@ class Hub:
             if group.messages and not late:  # a message that is never received stays on the device for ever
                 others = [other for other in group.members if group.count(other) < group.count(rank)]
                 self._look_for_returned({*others})
-                late = [other for other in others if self._has_ended(other, rank)]
+                late = [other for other in others if sends or self._has_ended(other, rank)]
             if late:
                 waits[name] = late
         return waits
@@ -1254,9 +1251,10 @@ class Hub:
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
         blocked = {rank for rank, peer in self._peers.items() if peer.blocked is not None and not peer.ended}
-        waits = {rank: found for rank in blocked if (found := self._waits(rank))}
-        if not waits:
+        waiting = {rank: found for rank in blocked if (found := self._waits(rank, sends=True))}
+        if not waiting:
             return
+        waits = {rank: found for rank in waiting if (found := self._waits(rank))}
         # The ranks that can go on: those that run, and those that wait only for ranks that can go on.
         needs = {rank: {other for late in found.values() for other in late} for rank, found in waits.items()}
         for rank in blocked:
@@ -1265,7 +1263,19 @@ class Hub:
                 others = {*call[2]} - {rank} - met
                 needs[rank] = needs.get(rank, set()) | others
         self._look_for_returned({other for others in needs.values() for other in others})
-        stuck = {rank for rank, others in needs.items() if others}
+        since = {rank: now - (self._peers[rank].blocked or now) for rank in blocked}
+        stuck = {
+            rank
+            for rank, others in needs.items()
+            if others
+            # A message does not make the host wait, which may be busy before it sends the one that others wait for.
+            and not (
+                since[rank] <= _NOTICE
+                and rank in waits
+                and all(self._groups[name].messages for name in waits[rank])
+                and not any(self._has_ended(other, rank) for other in others)
+            )
+        }
         while True:
             freed = {
                 rank
@@ -1275,24 +1285,15 @@ class Hub:
             if not freed:
                 break
             stuck -= freed
-        # A message does not make the host wait, which may be busy before it sends the one that the others wait for.
-        if all(
-            self._groups[name].messages for rank in stuck & waits.keys() for name in waits[rank]
-        ) and not any(self._has_ended(other, rank) for rank in stuck for other in needs[rank]):
-            stuck = {rank for rank in stuck if now - (self._peers[rank].blocked or now) > _NOTICE}
         if ends := {rank: late for rank, late in waits.items() if rank in stuck}:
             self._hang(ends, "ranks wait for calls that no rank will make")
             return
         limit = HANG.value()
-        overdue = {
-            rank: waits[rank]
-            for rank in waits
-            if limit and now - (self._peers[rank].blocked or now) + _STILL >= limit
-        }
+        overdue = {rank: late for rank, late in waiting.items() if limit and since[rank] + _STILL >= limit}
         if overdue:
             self._hang(overdue, f"ranks have waited for {limit} s for calls of a rank that makes none")
             return
-        long = {rank: waits[rank] for rank in waits if now - (self._peers[rank].blocked or now) > _NOTICE}
+        long = {rank: late for rank, late in waiting.items() if since[rank] > _NOTICE}
         if long:
             self._notice(long)
 

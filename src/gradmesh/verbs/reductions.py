@@ -164,7 +164,7 @@ def barrier(axis: AxisLike = None) -> None:
             if group_cache(here.group) is None:
                 in_plain_mode(transport(here, signature).compare)
                 if signature.deferred and (deferred := rank_state().deferred_check) is not None:
-                    deferred.flush([calls.log])
+                    deferred.flush(None if calls.log is None else [calls.log])
             else:  # gradmesh's backends compare the calls of torch.distributed themselves
                 signature.calls = calls
                 signature.count()
