@@ -423,18 +423,18 @@ class Checker:
             if step:
                 self._stepping = True
             self._post(step=step)
-            while self.error is None and not self.off and not self.closed:
+            while self.error is None:
                 if all(log.first >= awaited and log.posted >= made for log, awaited, made in wanted) and not (
                     step and self._stepping
                 ):
                     return
                 left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return
+                if self.off or self.closed or (left is not None and left <= 0):
+                    break
                 self._changed.wait(left)
         if self.error is not None:
             self.fail()
-        if self.off:
+        if self.off and self.is_of_this_world():
             self.close()
             warnings.warn(
                 message(
