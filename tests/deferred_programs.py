@@ -417,6 +417,11 @@ def _both_send_first(x: Tensor) -> None:
         gm.backward(y.sum() * (1 + gm.rank()))
 
 
+def _both_receive_first(x: Tensor) -> None:
+    y = gm.recv(x.detach(), source=1 - gm.rank())
+    gm.send(y, to=1 - gm.rank())
+
+
 def _other_shape(x: Tensor) -> None:
     if gm.rank() == 0:
         gm.send(x.detach()[:1], to=1)
@@ -442,6 +447,7 @@ def _two_in_other_order(x: Tensor) -> None:
 
 MESSAGES = {
     "both send first": _both_send_first,
+    "both receive first": _both_receive_first,
     "another shape": _other_shape,
     "refused": _refused_send,
     "another order": _two_in_other_order,

@@ -334,7 +334,12 @@ MESSAGES = {
     "both send first": (
         "rank 0: send(to=1) of float32[2] at ",
         "rank 1: send(to=0) of float32[2] at ",
-        "permute(x, pairs=",
+        "receive first on one of the ranks",
+    ),
+    "both receive first": (
+        "rank 0: recv(source=1) of float32[2] at ",
+        "rank 1: recv(source=0) of float32[2] at ",
+        "send first on one of the ranks",
     ),
     "another shape": (
         "rank 0: send(to=1) of float32[1] at ",

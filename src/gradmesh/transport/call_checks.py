@@ -624,11 +624,11 @@ class MessageCheck(OpCallCheck):
             remedy = (
                 "make the messages between two ranks in one order on both, and pass the same shape and dtype"
             )
-        elif len(verbs) == 1:
+        elif verbs in ({"send"}, {"recv"}):
             pairs = [tuple(self._ends), tuple(self._ends[::-1])]
             remedy = (
-                "receive first on one of the ranks, since off the CPU a message waits for its receiver; "
-                f"gradmesh.permute(x, pairs={pairs}) sends both ways at once"
+                f"{'receive' if verbs == {'send'} else 'send'} first on one of the ranks, since off the CPU a message "
+                f"waits for its other end; gradmesh.permute(x, pairs={pairs}) sends both ways at once"
             )
         else:
             remedy = "fix the error reported above"

@@ -1,7 +1,7 @@
 """The shared-memory segment of a group: its layout, how the ranks create, map and verify it, and how they wait on it.
 
-The segment has, in this order: a token; the words that ranks publish; a ring buffer for each pair of ranks; two chunks
-(bounce buffers) for each rank.
+The segment has, in this order: a token; the numbers that ranks publish; a ring buffer for each pair of ranks; two
+chunks (bounce buffers) for each rank.
 The size depends only on the number of ranks and the chunk size, since messages are split into chunks. Untouched pages
 take no memory.
 
