@@ -467,9 +467,29 @@ def messages(name: str) -> str:
     return ""
 
 
+def _connected(x: Tensor) -> Tensor:
+    """The first message from rank 0 to rank 1, which waits for its receiver; those that follow do not."""
+    return gm.send(x, to=1) if gm.rank() == 0 else gm.recv(x, source=0)
+
+
+def first_message_and_a_call() -> str:
+    """Rank 0 makes its first send before a call that rank 1 makes before it receives."""
+    x = torch.ones(2)
+    try:
+        if gm.rank() == 0:
+            gm.send(x, to=1)
+        gm.all_reduce(x, dst=gm.R)
+        if gm.rank() == 1:
+            gm.recv(x, source=0)
+    except gm.GradmeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def kept_message() -> list[float]:
     """Rank 0 steps, and makes another call, before rank 1 receives its message."""
     w = torch.ones(2, requires_grad=True)
+    _connected(w.detach())
     w.grad = torch.ones(2)
     optimizer = torch.optim.SGD([w], lr=0.5)
     if gm.rank() == 0:
@@ -532,6 +552,7 @@ def _sent_last(x: Tensor) -> Tensor:
 
 def _beside_a_barrier(x: Tensor) -> Tensor:
     """Rank 1 receives before the barrier, and rank 0 sends after it."""
+    _connected(x)
     y = gm.recv(x, source=0) if gm.rank() == 1 else x
     gm.barrier()
     return gm.send(x, to=1) if gm.rank() == 0 else y

@@ -55,6 +55,7 @@ def flat(program: Program) -> list[Leaf | Local | Verb]:
 WAITS_FOR_EVER = """
 def on_each_rank():
     x = torch.ones(2)
+    gm.recv(x, source=1) if gm.rank() == 0 else gm.send(x, to=0)  # the first one waits for both ranks
     if gm.rank() == 0:
         gm.recv(x, source=1)
     raise ValueError("on every rank")

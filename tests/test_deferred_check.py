@@ -379,6 +379,20 @@ def test_a_message_on_a_device_is_kept_for_a_receiver_that_comes_after_a_step() 
 
 @pytest.mark.device
 @pytest.mark.processes
+def test_the_first_message_to_a_rank_waits_for_it_and_says_so_where_it_waits_too() -> None:
+    if reason := sd.why_not():
+        pytest.skip(reason)
+    for text in gm.launch(
+        on_device, 2, backend=sd.POOL, args=(programs.first_message_and_a_call,), timeout=60
+    ):
+        assert text.startswith("DeadlockError: "), text
+        assert "rank 0: waits for rank 1 in call 1, send(to=1) of float32[2] at " in text
+        assert "rank 1: waits for rank 0 in call 1, all_reduce(dst=gm.R)" in text
+        assert "the first send to a rank waits for its recv" in text
+
+
+@pytest.mark.device
+@pytest.mark.processes
 @pytest.mark.parametrize("name", programs.RIGHT_MESSAGES)
 def test_right_messages_on_a_device_raise_nothing(name: str) -> None:
     """In ranks that have run a function before, without a call."""
@@ -448,8 +462,11 @@ def exchanged(fault: str, seed: int) -> None:
 
 def on_device(program: Callable[..., Any], *args: Any) -> Any:
     found: list[Any] = []
-    with contextlib.suppress(RuntimeError):  # of the kernel whose collective was aborted, at the end
+    try:
         sd.on_device(lambda: found.append(program(*args)))
+    except RuntimeError:  # of the kernel whose collective was aborted, at the end
+        if not found:
+            raise
     return found[0]
 
 

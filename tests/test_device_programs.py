@@ -211,11 +211,11 @@ def gradient_beside_a_call(on_this_thread: bool) -> str:
     def program() -> None:
         counted_on(0, 1000)
         x = leaf(4, 3)
-        with torch.autograd.set_multithreading_enabled(not on_this_thread):
-            (own,) = torch.autograd.grad((gm.all_gather(x).sin() ** 2).sum(), x, create_graph=True)
-            y = gm.scan(x)
-            ((own**2).sum() + (y**2).sum()).backward()
         try:
+            with torch.autograd.set_multithreading_enabled(not on_this_thread):
+                (own,) = torch.autograd.grad((gm.all_gather(x).sin() ** 2).sum(), x, create_graph=True)
+                y = gm.scan(x)
+                ((own**2).sum() + (y**2).sum()).backward()
             gm.barrier()  # waits for the comparison
         except gm.errors.MismatchError as error:
             said[0] = str(error)

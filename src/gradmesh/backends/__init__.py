@@ -12,7 +12,9 @@ All are pure Python subclasses of torch's `ProcessGroup`. They share:
 
 from __future__ import annotations
 
+import importlib
 import threading
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,18 +27,10 @@ _register_lock = threading.Lock()
 def register() -> None:
     """Register `shm` and `mpi4py` with torch.distributed; idempotent. Modules are imported with the first group."""
     with _register_lock:
-        for name, create in (("shm", _create_shm), ("mpi4py", _create_mpi)):
+        for name, create in (("shm", partial(_create, "shm")), ("mpi4py", partial(_create, "mpi"))):
             if not hasattr(dist.Backend, name.upper()):
                 dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _create_shm(options: Any, backend_options: object) -> dist.ProcessGroup:
-    from gradmesh.backends import shm
-
-    return shm.create(options, backend_options)
-
-
-def _create_mpi(options: Any, backend_options: object) -> dist.ProcessGroup:
-    from gradmesh.backends import mpi
-
-    return mpi.create(options, backend_options)
+def _create(module: str, options: Any, backend_options: object) -> Any:
+    return importlib.import_module(f"gradmesh.backends.{module}").create(options, backend_options)

@@ -717,7 +717,9 @@ class Recorder(Numbering, DispatchMode):
             self.taken_back(given[0], result)
             return result
         draws = _draws(func, args, kwargs) and not written(func) and name != "native_dropout"
-        if draws or _is_factory(func) or not any(self._is_active(x) for x in given):
+        # These take no more of their operand than what it looks like: a mask is filled at random later.
+        makes = name.endswith("_like") or name.startswith("new_")
+        if draws or makes or not any(self._is_active(x) for x in given):
             return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
         if self.roots and self._is_step(func, args, kwargs):
             return self._apart(func, args, kwargs)
@@ -837,7 +839,9 @@ class Recorder(Numbering, DispatchMode):
                     if operator in _SCALING:
                         self._scaled(bound, name, inverse="div" in operator)
                     elif operator == _UNSCALE and name == "self":
-                        self._unscaled(list(tensors_in(bound[name])), float(bound["inv_scale"]))
+                        for of in filter(None, map(self.gradients.name_at, tensors_in(bound[name]))):
+                            factor = float(bound["inv_scale"])
+                            self.tape.events.append(Scaled(of, factor, self.site(), loss=True))
                     return
                 known = self._at(x, store)
                 operands = [y for key, value in bound.items() if key != name for y in tensors_in(value)]
@@ -897,12 +901,6 @@ class Recorder(Numbering, DispatchMode):
                 own, by = made or self.changes.read, "clip_grad_norm_" if _is_within(_CLIP) else ""
                 value = 1 / number if inverse else float(number)
                 self.tape.events.append(Scaled(of, value, self.site(), own or bool(by), by=by))
-
-    def _unscaled(self, gradients: Sequence[Tensor], factor: float) -> None:
-        for gradient in gradients:
-            of = self.gradients.name_at(gradient)
-            if of is not None:
-                self.tape.events.append(Scaled(of, factor, self.site(), loss=True))
 
     # -- operators -----------------------------------------------------------------------------------------------
 
@@ -1124,9 +1122,3 @@ def _number_of_draw(x: Tensor) -> int:
     if x.device.type != "cpu" or x.layout is not torch.strided or is_fake(x):
         return 1
     return 2 + zlib.crc32(bytes(bytes_of(x.detach().flatten()[:_DRAWN].contiguous()).tolist()))
-
-
-def _is_factory(func: Any) -> bool:
-    """Whether an operator takes no more of its operand than what it looks like: a mask is filled at random later."""
-    name: str = func.overloadpacket.__name__
-    return name.endswith("_like") or name.startswith("new_")

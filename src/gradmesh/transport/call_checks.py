@@ -400,7 +400,8 @@ class OpCallCheck(CallCheck):
         signature: the signature of the call.
         recorded: its metadata; None where no backward can be recorded.
         deferred: whether the ranks compare it after it was made.
-        ahead: if so, whether the first such call is compared before it is made nevertheless.
+        by_shape: if so, whether the first call of each shape and dtype is compared before it is made nevertheless,
+            rather than of each verb.
 
     Attributes:
         refused: why this rank aborted it, if deferred; "": it did not.
@@ -414,7 +415,7 @@ class OpCallCheck(CallCheck):
         "_function_calls",
         "_preceding",
         "_signature",
-        "ahead",
+        "by_shape",
         "calls",
         "deferred",
         "recorded",
@@ -433,9 +434,9 @@ class OpCallCheck(CallCheck):
         recorded: CallRecord | None,
         *,
         deferred: bool = False,
-        ahead: bool = False,
+        by_shape: bool = False,
     ) -> None:
-        self.deferred, self.ahead, self.refused = deferred, ahead, ""
+        self.deferred, self.by_shape, self.refused = deferred, by_shape, ""
         self.site: Site = None
         self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
@@ -536,9 +537,13 @@ class OpCallCheck(CallCheck):
 
     @property
     def kind(self) -> int:
-        """A number that differs between calls of other signatures, and between forward and the passes of backward."""
+        """A number that differs between calls of which the first is compared before it is made.
+
+        That is between verbs, or signatures, and between forward and the passes of backward.
+        """
         role, origin = ("", None) if self.recorded is None else (self.recorded.role, self.recorded.origin)
-        return hash((self._signature.digest, role, None if origin is None else origin.role))
+        what = self._signature.digest if self.by_shape else self.verb
+        return hash((what, role, None if origin is None else origin.role))
 
     @property
     def logged_origin(self) -> int:

@@ -23,8 +23,8 @@ others', the next one takes its place.
 A message is a JSON object, recognised by the key that only it has, and bytes. A rank sends:
 
     token      first of all: its `rank`, and the ranks that it knows to be `gone`
-    post       logs with new calls (name, first call, number of calls, members, whether they are messages; the digests
-               follow as bytes);
+    post       logs with new calls (name, first call, number of calls, how many are awaited, members, whether they are
+               messages; the digests follow as bytes);
                whether it waits to `step`; how many functions were `launched`
     blocked    whether it is blocked, when that changes, and the call that it is in if that is compared `at_once`
     words      the answer to `ask`: each call as text, `where` its threads are, the `ends` of its connections
@@ -193,6 +193,7 @@ class Log:
         posted: how many were sent to the hub.
         made: how many were made.
         awaited: how many of these have to be compared before a step: of messages all up to the last `recv`.
+        ahead: how many are compared before the next one is made.
         known: whether the hub has the log.
         last: the last call.
     """
@@ -208,7 +209,7 @@ class Log:
         self.axis = str(axis)
         self.entries: list[OpCallCheck] = []
         self.numbers = array("q")
-        self.first = self.posted = self.made = self.awaited = 0
+        self.first = self.posted = self.made = self.awaited = self.ahead = 0
         self.known = False
         self.last: OpCallCheck | None = None
         self._met: set[int] = set()
@@ -244,8 +245,9 @@ class Log:
                 checker._post()
         if (recorded := check.recorded) is not None:
             recorded.logged, recorded.site = self.made, check.site
-        if check.ahead and (kind := check.kind) not in self._met:
+        if (kind := check.kind) not in self._met and not refused:
             self._met.add(kind)
+            self.awaited = self.ahead = self.made
             checker.flush([self])
 
 
@@ -593,7 +595,7 @@ class Checker:
                 continue
             log.known = True
             blob += log.numbers[_NUMBERS * begin : _NUMBERS * (begin + new)].tobytes()
-            logs.append([log.name, log.posted, new, log.members, log.messages])
+            logs.append([log.name, log.posted, new, log.ahead, log.members, log.messages])
             log.posted += new
         if logs or step:
             launched = self._state.launched
@@ -657,7 +659,9 @@ class Checker:
                     axis=None if axis is None else axis.axis,
                     expected="every rank of an axis makes the same calls, in the same order",
                     got="\n".join(said["lines"] if "lines" in said else said["words"]),
-                    remedy=_HANG_REMEDY,
+                    remedy=_HANG_REMEDY
+                    if not any(" send(to=" in line for line in said["words"])
+                    else _SEND_REMEDY,
                 )
             )
         with self._changed:
@@ -738,6 +742,10 @@ _HANG_REMEDY = (
     "compare the call sites above: make every call on every rank, or on none; where a rank's backward is missing, use "
     "the result on every rank or run the step inside `with gradmesh.ordered():`"
 )
+_SEND_REMEDY = (
+    "off the CPU the first send to a rank waits for its recv: make both before either rank waits for another call, or "
+    "use gradmesh.permute, which every rank of the axis calls"
+)
 
 _checkers: weakref.WeakSet[Checker] = weakref.WeakSet()
 _process = [os.getpid()]
@@ -805,9 +813,10 @@ class _Peer:
 
 @dataclass
 class _Stream:
-    """What the hub has of the log of one rank, from the call with the number `start`."""
+    """What the hub has of the log of one rank, from the call with the number `start`; the rank waits for `ahead`."""
 
     start: int = 0
+    ahead: int = 0
     numbers: array[int] = field(default_factory=lambda: array("q"))
 
     @property
@@ -861,8 +870,10 @@ class _Group:
         calls = range(self.agreed, self.count(rank))
         if not self.messages:
             return [*calls]
-        balances = self.streams[rank].part(self.agreed, self.count(rank))[2]
-        return [number for number, balance in zip(calls, balances, strict=True) if balance == RECEIVES]
+        stream = self.streams[rank]
+        balances = stream.part(self.agreed, self.count(rank))[2]
+        numbered = zip(calls, balances, strict=True)
+        return [number for number, balance in numbered if balance == RECEIVES or number < stream.ahead]
 
     def late(self, rank: int) -> list[int]:
         """The ranks that have not made some call that a rank waits in."""
@@ -1078,7 +1089,7 @@ class Hub:
         self._hurried = {
             pair for pair in self._hurried if pair[0] != rank
         }  # asked again for what it has not made yet
-        for name, start, count, members, messages in logs:
+        for name, start, count, ahead, members, messages in logs:
             group = self._groups.get(name)
             if group is None:
                 group = self._groups[name] = _Group(members, messages)
@@ -1089,6 +1100,7 @@ class Hub:
                 for member, each in group.streams.items():
                     if each.start < group.agreed:  # this hub's predecessor has compared them
                         self._agreed.setdefault(member, {})[name] = group.agreed
+            stream.ahead = ahead
             stream.numbers.frombytes(blob[at : at + _BYTES * count])
             at += _BYTES * count
             changed.append((name, group))

@@ -195,7 +195,7 @@ def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | N
     if not compared:
         return None
     if deferred:
-        return OpCallCheck(said, recorded, deferred=True, ahead=x.is_cpu)
+        return OpCallCheck(said, recorded, deferred=True, by_shape=x.is_cpu)
     return ValueCheck(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
 
 

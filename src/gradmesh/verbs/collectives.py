@@ -1183,11 +1183,11 @@ def send(
     """Send a tensor to one rank, which calls `recv`; the other ranks do not participate.
 
     It does not wait for the receiver: on the CPU, messages that were not received yet are kept in memory; off the CPU,
-    the next message between the two ranks waits for it, so two ranks must not both send first. If `send` raises, the
-    `recv` of the other rank raises too; if `recv` raises, its message is discarded on the CPU. For gradients both ends
-    have to be inside `ordered()`, where backward sends the messages in the other direction in reverse order: if the
-    forward is free of deadlocks, so is the backward. Only reverse mode is supported, of any order; `permute` supports
-    every mode.
+    the next message between the two ranks waits for it, and the first one to a rank for its `recv`, so two ranks must
+    not both send first. If `send` raises, the `recv` of the other rank raises too; if `recv` raises, its message is
+    discarded on the CPU. For gradients both ends have to be inside `ordered()`, where backward sends the messages in
+    the other direction in reverse order: if the forward is free of deadlocks, so is the backward. Only reverse mode is
+    supported, of any order; `permute` supports every mode.
 
     ::
 
@@ -1206,6 +1206,7 @@ def send(
 
     Raises:
         ArgumentError: `to` is this rank, or not a rank of the axis.
+        DeadlockError: off the CPU, the first one to a rank that waits for this one.
         MismatchError: off the CPU, the other rank does not receive it next; raised after the call.
         OrderError: `x` requires grad outside of `ordered()`; a call in forward mode.
 

@@ -50,18 +50,13 @@ def _share(call: Call, dst: Type, best: Tensor) -> Tensor:
     x = call.x
     # The terms of the mean have value zero, since a mean of the values could overflow or round; the exact value is
     # added.
-    tied = _as_sent(call) == best
+    sent = call.precision["comm_dtype"]
+    tied = (x.detach() if sent is None else x.detach().to(sent).to(x.dtype)) == best
     with torch.no_grad():
         ties = _sum(call, tied.to(x.dtype), dst)
     term = torch.where(x.detach().isfinite(), x - x.detach(), x)
     mean = _sum(call, torch.where(tied, term / ties.clamp(min=1), 0), dst)
     return mean + torch.where(mean == best, 0, best).detach()
-
-
-def _as_sent(call: Call) -> Tensor:
-    """The operand, rounded to the dtype that is sent."""
-    x, sent = call.x.detach(), call.precision["comm_dtype"]
-    return x if sent is None else x.to(sent).to(x.dtype)
 
 
 def _prod(call: Call, dst: Type) -> Any:
