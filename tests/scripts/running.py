@@ -147,7 +147,20 @@ class Watch:
                 distribute_tensor(v, p.device_mesh, p.placements) if isinstance(p, DTensor) else v, alpha=by
             )
 
-    def stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if len(args) < 2:
+            self.steps(optimizer)
+            return None
+
+        def closure() -> Any:
+            loss = args[1]()
+            self.steps(optimizer)
+            return loss
+
+        return (optimizer, closure), kwargs
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the gradients that it is about to use: those that a closure leaves, if it has one."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if self.first:
             named = names() if self.move is None else {}

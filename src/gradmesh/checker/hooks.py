@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -545,12 +546,29 @@ class _Watcher:
             self._begins.pop(optimizer).remove()
         self._begins[optimizer] = optimizer.register_step_pre_hook(self._begins_step)
 
-    def _begins_step(self, optimizer: Any, *_: Any) -> None:
+    def _begins_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._to.quiet:
-            return
+            return None
         self._nested += 1
         if self._nested > 1:
-            return  # an optimizer that calls others
+            return None  # an optimizer that calls others
+        given = inspect.signature(type(optimizer).step).bind_partial(*args, **kwargs)
+        closure = given.arguments.get("closure")
+        if closure is None:
+            self._steps(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def evaluated(*inner: Any, **named: Any) -> Any:
+            loss = closure(*inner, **named)
+            if not self._to.stepping:  # the first time: these gradients are what the optimizer uses
+                self._steps(optimizer)
+            return loss
+
+        given.arguments["closure"] = evaluated
+        return given.args, given.kwargs
+
+    def _steps(self, optimizer: Any) -> None:
         self._held = [p for group in optimizer.param_groups for p in group["params"]]
         self._take(self._held, manual=False)
         if self._step is not None:
@@ -570,7 +588,7 @@ class _Watcher:
         if to.quiet:
             return
         self._nested -= 1
-        if self._nested > 0:
+        if self._nested > 0 or not to.stepping:
             return
         to.stepping = False
         if self._step is not None:
