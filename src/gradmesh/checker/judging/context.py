@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh.checker.findings import RULES, Finding, Place
 from gradmesh.checker.judging.parameters import Got, Segment, Truth
-from gradmesh.checker.replay import Again
+from gradmesh.checker.replay import Again, scale_of
 from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
 
 
@@ -38,8 +38,8 @@ class Context:
         """What all gradients may be, in units of the true ones: 1, or 1/n for a mean over n losses.
 
         These are the ranks' losses, those of a group of ranks, those of groups that have one loss in parts, or those of
-        several backwards before a step. A loss that the program multiplies by the number of ranks may be meant without
-        that factor.
+        several backwards before a step. What the program multiplies by the number of ranks, a loss or the gradient of a
+        Function, may be meant without that factor.
         """
         different = self.truth.different
         sizes = {(len(call.group), call.followed) for calls in self.again.groups for call in calls.values()}
@@ -51,6 +51,8 @@ class Context:
         backwards = {1, *(each if len(each) == 1 else ())} - {0}
         if all(self._multiplied_by_ranks(rank) for rank in range(len(self.tapes))):
             over_ranks.add(len(self.tapes))
+        taken_back = set.intersection(*map(self._scales_of_functions, range(len(self.tapes))))
+        over_ranks |= {a * b for a in over_ranks for b in taken_back}
         return tuple(1 / n for n in sorted({a * b for a in over_ranks for b in backwards}))
 
     def _multiplied_by_ranks(self, rank: int) -> bool:
@@ -61,6 +63,12 @@ class Context:
         return bool(lasts) and all(
             op is not None and op.name == "aten.mul.Tensor" and op.args[1] == len(self.tapes) for op in lasts
         )
+
+    def _scales_of_functions(self, rank: int) -> set[int]:
+        """The numbers of ranks by which Functions of a rank multiply gradients, as if to take back a mean."""
+        backs = [event.call.back for event in self.events(rank) if isinstance(event, Over)]
+        scales = {scale_of(back) for back in backs if back is not None and back.met and back.gave} - {None}
+        return {n for n in range(2, len(self.tapes) + 1) if any(abs(x / n - 1) < 1e-6 for x in scales)}
 
     def place(self, rank: int, site: int) -> Place | None:
         """A line, with its text."""
