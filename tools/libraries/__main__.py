@@ -1,6 +1,6 @@
 """Check the training loops, losses and layers of other libraries.
 
-$ python -m tools.libraries                          # all; three minutes on two cores, and the environment
+$ python -m tools.libraries                          # all; six minutes on two cores, and the environment
 $ python -m tools.libraries --only trl open_clip     # these libraries
 $ python -m tools.libraries --environments FOLDER    # where the environment is, or is made
 $ python -m tools.libraries --page                   # the page alone, of what was measured
@@ -26,7 +26,8 @@ from tools.pages import END, mark, parser_of, table
 HERE = Path(__file__).parent
 PACKAGES = HERE / "requirements.txt"
 DATA, PAGE = ROOT / "docs/reports/libraries.json", ROOT / "docs/libraries.md"
-RELEASES = dict(re.findall(r"^([\w-]+)==(.+)$", PACKAGES.read_text(), re.MULTILINE))
+ALONE = HERE / "without_dependencies.txt"
+RELEASES = dict(re.findall(r"^([\w-]+)==(.+)$", PACKAGES.read_text() + ALONE.read_text(), re.MULTILINE))
 RANKS = 2
 _LIMIT = 300.0
 
@@ -34,6 +35,17 @@ PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
     "accelerate": (
         "accelerate_loop",
         {"ddp": "the guide's loop over uneven batches, DDP", "fsdp2": "the same, FSDP2"},
+    ),
+    "deepspeed": (
+        "deepspeed_engine",
+        {stage: f"ZeRO stage {stage}, two micro-batches, clipped" for stage in "0123"},
+    ),
+    "fairchem-core": (
+        "fairchem_graph_parallel",
+        {
+            "allgather": "eSCN-MD, energies and forces, graph parallel by all-gather",
+            "all_to_all": "the same, by all-to-all",
+        },
     ),
     "lightly": (
         "lightly_losses",
@@ -51,6 +63,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "lightning": ("fabric_loop", {"ddp": "Fabric, DDP, two micro-batches, clipped"}),
+    "pytorch-lightning": ("lightning_trainer", {"ddp": "Trainer, DDP, two micro-batches, clipped"}),
     "megatron-core": (
         "megatron_layers",
         {"tensor-parallel": "layers and cross entropy", "sequence-parallel": "the same, sequence parallel"},
@@ -105,6 +118,7 @@ def checked(cell: Cell, environment: Environment, folder: Path) -> Row:
         started.communicate()
         return Row(cell, "unchecked", _LIMIT, error=f"not over after {_LIMIT:g} seconds")
     row = row_of(cell, out, error, time.perf_counter() - since)
+    row.notes = [re.sub(r"\S*/site-packages/", "", note) for note in row.notes]
     if row.verdict == "wrong" and cell.family == "open_clip_torch":
         row.parity = parity(environment, (program, *cell.plan.split()), RANKS, folder)
     return row
@@ -169,7 +183,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
     given = parser.parse_args(arguments)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"torch": TORCH, "rows": []}
     for cell in () if given.page else cells(given.only):
-        environment = Environment("libraries", given.environments, PACKAGES)
+        environment = Environment("libraries", given.environments, PACKAGES, ALONE)
         row = checked(cell, environment, given.environments)
         print(f"{cell!s:50} {row.verdict:10} {row.seconds:6.1f} s  {row.error[:100]}", flush=True)
         data["rows"] = sorted(

@@ -20,16 +20,26 @@ class Environment:
         name: the release of transformers, or of the environment where `packages` says what is in it.
         folder: of all environments.
         packages: a file of requirements.
+        alone: a file of those that are installed behind these, without what they require.
     """
 
-    def __init__(self, name: str, folder: Path, packages: Path | None = None) -> None:
+    def __init__(
+        self, name: str, folder: Path, packages: Path | None = None, alone: Path | None = None
+    ) -> None:
         self.python = folder / name / "bin" / "python"
         done = folder / name / "ready"
         if not done.exists():
             subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
             own = ["-r", str(packages)] if packages else [f"transformers=={name}", "-r", str(REQUIREMENTS)]
             wanted = [f"torch=={TORCH}", *own]
-            subprocess.run([str(self.python), "-m", "pip", "install", "-q", *wanted], check=True)
+            install = [str(self.python), "-m", "pip", "install", "-q"]
+            subprocess.run([*install, *wanted], check=True)
+            if alone is not None:
+                subprocess.run(
+                    [*install, "--no-deps", "--no-build-isolation", "-r", str(alone)],
+                    check=True,
+                    env={**os.environ, "DS_BUILD_OPS": "0"},  # no compiled operators
+                )
             done.touch()
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-import images  # noqa: F401 - before lightning
-import lightning
+import images  # noqa: F401 - before pytorch_lightning
+import pytorch_lightning as lightning
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
