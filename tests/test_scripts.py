@@ -15,7 +15,7 @@ from tools import scripts
 RULES = {
     *(f"GM{number}" for number in range(101, 113)),
     *(f"GM{number}" for number in range(201, 210)),
-    *(f"GM{number}" for number in (301, 302, 303, 304, 401, 402, 403, 501)),
+    *(f"GM{number}" for number in (301, 302, 303, 304, 305, 401, 402, 403, 501)),
 }
 QUICK = ("megatron_f_without_sum", "cp_loss_divided_twice", "same_batches", "megatron_mlp", "ddp_token_mean")
 

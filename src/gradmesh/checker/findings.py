@@ -335,6 +335,16 @@ _ALL = (
         "with a generator of one seed.",
     ),
     Rule(
+        "GM305",
+        "wrong-annotation",
+        "warning",
+        "A tensor's values or gradients are not what spmd_types.assert_type says of it.",
+        "Of R and I tensors every rank has the same value, of I and P ones the same gradient. A type checker takes such an "
+        "annotation for granted: it accepts a missing sum behind one that is wrong, or one sum too many.",
+        "Annotate what it is: V where values differ, P where they are the terms of a sum, R where each rank uses the "
+        "value in its own way. Or make it what is said, with the collective that is missing.",
+    ),
+    Rule(
         "GM401",
         "calls-differ",
         "error",

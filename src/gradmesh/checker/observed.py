@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Subset
 
+from gradmesh._torch import functorch_active, is_fake
 from gradmesh._torch.operators import arguments, local_part, written
 from gradmesh._util.call_sites import is_of_the_program
 from gradmesh._util.structure import tensors_in
-from gradmesh.checker.trace import Epoch, Tape, Unwaited, address_of, end_of, gradient_of
+from gradmesh.checker.trace import Annotation, Epoch, Tape, Unwaited, address_of, end_of, gradient_of
 from gradmesh.type_inference.tracker import memory_of
 
 
@@ -86,6 +90,53 @@ _STARTED = (
     "all_to_all_single",
 )
 """Calls that may return before their first argument has its values."""
+
+
+@contextlib.contextmanager
+def annotations(
+    tape: Tape, site: Callable[[], int], unseen: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Record what `spmd_types.assert_type` says of tensors, if it is installed."""
+    if importlib.util.find_spec("spmd_types") is None:
+        yield
+        return
+    spmd = importlib.import_module("spmd_types")
+    original, hook = spmd.assert_type, Tensor.register_hook
+
+    def note(x: Tensor) -> None:
+        if functorch_active() or is_fake(x) or x.layout is not torch.strided:
+            return
+        world, types = dist.get_world_size(), {}
+        for axis, kind in spmd.get_local_type(x).items():
+            ranks = next(group for group in axis.layout.global_ranks(world) if tape.rank in group)
+            types[tuple(ranks)] = kind.name
+        numbers = x.detach().clone() if x.is_floating_point() or x.is_complex() else x.detach().double()
+        made = Annotation(site(), types, numbers)
+        tape.annotations.append(made)
+
+        def arrives(gradient: Tensor) -> None:
+            with unseen():
+                made.gradient = gradient.detach().clone() if made.gradient is None else made.gradient
+
+        if x.requires_grad:
+            hook(x, arrives)
+
+    @functools.wraps(original)
+    def assert_type(tensor: Any, *types: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *types, **kwargs)
+        with unseen():
+            for x in tensors_in(result):
+                note(x)
+        return result
+
+    places = [spmd, importlib.import_module("spmd_types.runtime")]
+    for place in places:
+        place.assert_type = assert_type
+    try:
+        yield
+    finally:
+        for place in places:
+            place.assert_type = original
 
 
 class Handles:

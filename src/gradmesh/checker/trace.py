@@ -351,6 +351,22 @@ class Epoch:
 
 
 @dataclass(slots=True)
+class Annotation:
+    """A tensor was given types with `spmd_types.assert_type`.
+
+    Attributes:
+        site: the line.
+        types: "R", "I", "V" or "P", by the ranks of the axis.
+        value, gradient: of the tensor then, and the first one that came to it in a backward.
+    """
+
+    site: int
+    types: dict[tuple[int, ...], str]
+    value: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass(slots=True)
 class Unwaited:
     """The result of an asynchronous call was used before the call was waited for.
 
@@ -503,6 +519,7 @@ class Tape:
         calls: of Functions, by number.
         comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
         compresses: whether that hook is none of those of torch that sum and average.
+        annotations: of tensors, in order.
         plateaus: the schedulers that lower a learning rate where a value stops to fall.
         epochs: of the samplers, in order.
         written: what the program writes to parameters before any backward.
@@ -523,6 +540,7 @@ class Tape:
     calls: dict[int, Called] = field(default_factory=dict)
     comm_hook: int = -1
     compresses: bool = False
+    annotations: list[Annotation] = field(default_factory=list)
     plateaus: list[Plateau] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)

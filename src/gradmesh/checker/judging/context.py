@@ -67,7 +67,7 @@ class Context:
     def _scales_of_functions(self, rank: int) -> set[int]:
         """The numbers of ranks by which Functions of a rank multiply gradients, as if to take back a mean."""
         backs = [event.call.back for event in self.events(rank) if isinstance(event, Over)]
-        scales = {scale_of(back) for back in backs if back is not None and back.met and back.gave} - {None}
+        scales = [scale_of(back) or 0.0 for back in backs if back is not None and back.met and back.gave]
         return {n for n in range(2, len(self.tapes) + 1) if any(abs(x / n - 1) < 1e-6 for x in scales)}
 
     def place(self, rank: int, site: int) -> Place | None:

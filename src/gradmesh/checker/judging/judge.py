@@ -53,6 +53,7 @@ from gradmesh.checker.judging.values import (
     masks,
     mixed_shards,
     modes_apart,
+    misannotated,
     never_same,
     order_repeats,
     overwritten_steps,
@@ -295,7 +296,7 @@ def judged(
         unseen, of_unseen = parted_unseen(there)
         found += unseen
         notes += of_unseen
-        found += [*settings_apart(there), *shares_overlap(there), *order_repeats(there)]
+        found += [*misannotated(there), *settings_apart(there), *shares_overlap(there), *order_repeats(there)]
         notes += unused_plateaus(there)
         found += idle_apart(there)
         idle = [str(tape.rank) for tape in there if not tape.steps]

@@ -25,7 +25,8 @@ from gradmesh.checker.judging.parameters import (
     ratio_of,
     tolerance,
 )
-from gradmesh.checker.trace import Op, ProgramInput, Root, Scaled, Sent, Tape, is_mean, refs
+from gradmesh.checker.replay import scale_of
+from gradmesh.checker.trace import Hooked, Op, ProgramInput, Root, Scaled, Sent, Tape, is_mean, refs
 
 _NEAR = 5e-3
 
@@ -56,6 +57,12 @@ def wrong_ones(context: Context) -> list[Got]:
     """The parameters whose gradient is wrong beside those of the others; sets what is expected of all."""
     allowed = context.factors()
     right = [got for got in context.got if got.kind == "right"]
+    # With the means over ranks that the program takes of some gradients alone, all may be the same multiple.
+    whole = [got.ratio * _mean_of_one(context, got) for got in right]
+    if whole and all(abs(each / (whole[0] or 1.0) - 1) < _NEAR for each in whole):
+        if any(abs(whole[0] - each) < _NEAR * each for each in allowed):
+            for got, ratio in zip(right, whole, strict=True):
+                got.ratio = ratio
     # What each rank has for itself says nothing of what ranks have in common, however much there is of it.
     ratios = [got.ratio for got in right if not _is_private(context, got)] or [got.ratio for got in right]
     if any(got.kind in ("apart", "bent") for got in context.got):
@@ -91,6 +98,23 @@ def wrong_ones(context: Context) -> list[Got]:
         )
         or (got.kind == "right" and not is_allowed(got.ratio))
     ]
+
+
+def _mean_of_one(context: Context, got: Got) -> float:
+    """What a program multiplies the gradient of a parameter by, as for a mean over ranks; 1 where it does not."""
+    factors = []
+    for part in got.parts:
+        product = 1.0
+        for event in context.events(part.rank):
+            if isinstance(event, Scaled) and event.name == got.name and not event.loss:
+                factor: float | None = event.factor
+            elif isinstance(event, Hooked) and event.id in part.ids and event.back is not None:
+                factor = scale_of(event.back)
+            else:
+                continue
+            product *= factor if factor is not None and is_mean(factor, len(context.tapes)) else 1.0
+        factors.append(product)
+    return factors[0] if len(set(factors)) == 1 else 1.0
 
 
 def _is_private(context: Context, got: Got) -> bool:

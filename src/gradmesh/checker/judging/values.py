@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from gradmesh.checker.judging.parameters import Got, Segment, copies_of, in_doub
 from gradmesh.checker.trace import (
     MOVES,
     Alias,
+    Annotation,
     Lost,
     Op,
     Param,
@@ -840,6 +842,46 @@ def settings_apart(tapes: Sequence[Tape]) -> list[Finding]:
             if (found := _apart(tapes, group, steps)) is not None:
                 return [found]
     return _given_apart(tapes)
+
+
+_OF_TYPES = {"value": ("R", "I"), "gradient": ("I", "P")}
+"""The types of which every rank has the same value, and the same gradient."""
+
+
+def misannotated(tapes: Sequence[Tape]) -> list[Finding]:
+    """GM305: The first tensor whose value is not what `spmd_types.assert_type` says, or the last such gradient."""
+    rows: list[dict[Place | None, list[Annotation]]] = [{} for _ in tapes]
+    for tape, row in zip(tapes, rows, strict=True):
+        for each in tape.annotations:
+            row.setdefault(with_text(tape.places, each.site), []).append(each)
+    # Where ranks come to a line another number of times, it is unknown which times belong together.
+    paired = [(at, zip(*(row.get(at, ()) for row in rows), strict=False)) for at in rows[0]]
+    paired = [(at, pairs) for at, pairs in paired if len({len(row.get(at, ())) for row in rows}) == 1]
+    for same in itertools.zip_longest(*(pairs for _, pairs in paired)):
+        by_line = [(at, row) for (at, _), row in zip(paired, same, strict=True) if row is not None]
+        values, gradients = (
+            [f for at, row in by_line for f in _contradicted(row, what, at)] for what in _OF_TYPES
+        )
+        if values or gradients:
+            return values[:1] or gradients[-1:]  # the others may be a consequence
+    return []
+
+
+def _contradicted(row: Sequence[Annotation], what: str, place: Place | None) -> Iterator[Finding]:
+    for rank, first in enumerate(row):
+        for ranks, kind in first.types.items():
+            held = [(each, getattr(row[each], what)) for each in ranks]
+            if kind not in _OF_TYPES[what] or rank != min(ranks) or any(x is None for _, x in held):
+                continue
+            same_shape = len({x.shape for _, x in held}) == 1
+            far = 1e-5 if held[0][1].dtype.itemsize > 2 else 0.02
+            if same_shape and all(near(x.nan_to_num(), held[0][1].nan_to_num(), far) for _, x in held):
+                continue
+            shown = (
+                held_on("it", held) if same_shape else f"the shapes are {[tuple(x.shape) for _, x in held]}"
+            )
+            said = f"a tensor is annotated {kind} over ranks {_numbers(ranks)}, and its {what} is not the same there: "
+            yield finding("GM305", said + shown, place, None, list(ranks))
 
 
 def unused_plateaus(tapes: Sequence[Tape]) -> list[str]:
