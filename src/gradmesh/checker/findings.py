@@ -78,7 +78,7 @@ _ALL = (
         "which counts its seed W times. Adam hides the factor and weight decay, clipping and the learning rate of "
         "SGD do not: these parameters train at another rate than the rest.",
         "Take one of the two sums away: the gradient of what is the same on the ranks, reached by one repeated "
-        "loss, is not summed again.",
+        "loss, is not summed again. Where the loss is multiplied by the ranks for the others, divide this one by them.",
     ),
     Rule(
         "GM103",
@@ -339,7 +339,7 @@ _ALL = (
         "wrong-annotation",
         "warning",
         "A tensor's values or gradients are not what spmd_types.assert_type says of it.",
-        "Of R and I tensors every rank has the same value, of I and P ones the same gradient. A type checker takes such an "
+        "Of R and I tensors every rank has the same value, of I and P ones the same gradient. A type checker takes an "
         "annotation for granted: it accepts a missing sum behind one that is wrong, or one sum too many.",
         "Annotate what it is: V where values differ, P where they are the terms of a sum, R where each rank uses the "
         "value in its own way. Or make it what is said, with the collective that is missing.",

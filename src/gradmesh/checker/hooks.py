@@ -37,7 +37,7 @@ from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.autograd.averaging import instances_of
-from gradmesh.checker.observed import Samplers, annotations
+from gradmesh.checker.observed import Samplers, annotated
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
     SUMMED_IN_STEP,
@@ -233,7 +233,7 @@ def watched(
     torch.nn.Parameter.data = property(Tensor.data.__get__, watcher.assigns)  # type: ignore[assignment, attr-defined]
     try:
         with (
-            annotations(recorder.tape, recorder.site, recorder.unseen),
+            annotated(recorder.tape, recorder.site, recorder.unseen),
             hooked,
             watcher.optimizers.watched(),
             watcher.samplers.watched(),

@@ -93,14 +93,14 @@ _STARTED = (
 
 
 @contextlib.contextmanager
-def annotations(
+def annotated(
     tape: Tape, site: Callable[[], int], unseen: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
     """Record what `spmd_types.assert_type` says of tensors, if it is installed."""
     if importlib.util.find_spec("spmd_types") is None:
         yield
         return
-    spmd = importlib.import_module("spmd_types")
+    spmd: Any = importlib.import_module("spmd_types")
     original, hook = spmd.assert_type, Tensor.register_hook
 
     def note(x: Tensor) -> None:
@@ -119,7 +119,7 @@ def annotations(
                 made.gradient = gradient.detach().clone() if made.gradient is None else made.gradient
 
         if x.requires_grad:
-            hook(x, arrives)
+            hook(x, arrives)  # type: ignore[no-untyped-call]
 
     @functools.wraps(original)
     def assert_type(tensor: Any, *types: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def annotations(
                 note(x)
         return result
 
-    places = [spmd, importlib.import_module("spmd_types.runtime")]
+    places: list[Any] = [spmd, importlib.import_module("spmd_types.runtime")]
     for place in places:
         place.assert_type = assert_type
     try:

@@ -1,4 +1,4 @@
-"""fairchem's graph-parallel training: a tiny eSCN-MD over all ranks, energies and forces, as its training unit does it."""
+"""fairchem's graph-parallel training, as its training unit does it: a tiny eSCN-MD, energies and forces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairchem.core.models.base import HydraModelV2
 from fairchem.core.models.uma.escn_md import MLP_EFS_Head, eSCNMDBackbone
 from fairchem.core.modules.loss import DDPMTLoss, L2NormLoss, PerAtomMAELoss
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 DATASET = "omat"
 
@@ -29,6 +29,7 @@ def molecule(atoms: int, draws: torch.Generator) -> AtomicData:
 
 
 def main() -> None:
+    """Train for two steps on batches of two systems, which all ranks share."""
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     distutils.assign_device_for_local_rank(True, 0)
@@ -54,7 +55,7 @@ def main() -> None:
         dataset_mapping={DATASET: DATASET},
         use_dataset_embedding=True,
     )
-    model = DDP(HydraModelV2(backbone, {"efs": MLP_EFS_Head(backbone)}))
+    model = DistributedDataParallel(HydraModelV2(backbone, {"efs": MLP_EFS_Head(backbone)}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     of_energy, of_forces = DDPMTLoss(PerAtomMAELoss()), DDPMTLoss(L2NormLoss(), coefficient=10.0)
     draws = torch.Generator().manual_seed(1)

@@ -15,15 +15,19 @@ PASSES = 2
 
 
 class Regression(lightning.LightningModule):
+    """Three layers, and the mean of squares."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        """The loss of a batch."""
         x, y = batch
         return (self.model(x) - y).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 

@@ -59,10 +59,9 @@ def wrong_ones(context: Context) -> list[Got]:
     right = [got for got in context.got if got.kind == "right"]
     # With the means over ranks that the program takes of some gradients alone, all may be the same multiple.
     whole = [got.ratio * _mean_of_one(context, got) for got in right]
-    if whole and all(abs(each / (whole[0] or 1.0) - 1) < _NEAR for each in whole):
-        if any(abs(whole[0] - each) < _NEAR * each for each in allowed):
-            for got, ratio in zip(right, whole, strict=True):
-                got.ratio = ratio
+    if any(all(abs(ratio - each) < _NEAR * each for ratio in whole) for each in allowed):
+        for got, ratio in zip(right, whole, strict=True):
+            got.ratio = ratio
     # What each rank has for itself says nothing of what ranks have in common, however much there is of it.
     ratios = [got.ratio for got in right if not _is_private(context, got)] or [got.ratio for got in right]
     if any(got.kind in ("apart", "bent") for got in context.got):
