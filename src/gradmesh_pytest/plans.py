@@ -88,6 +88,7 @@ def assert_right(
             f"nothing was checked: no gradient of an optimizer step could be followed\n{_report(verdict)}",
             pytrace=False,
         )
+    print(_report(verdict))
 
 
 def _starter(function: Callable[..., object], arguments: tuple[Any, ...]) -> str:
