@@ -177,7 +177,11 @@ CASES = {
         "GM201",
         "from rank 1",
     ),
-    "line search by each rank's loss": (CLOSURE.replace("{returned}", "loss"), "GM201", "closure"),
+    "line search by each rank's loss": (
+        CLOSURE.replace("{returned}", "loss"),
+        "GM201",
+        "gets the same gradient",
+    ),
     "tail of a flat buffer": (FLAT.replace("{tail}", ""), "GM201", "on rank 1"),
     "statistics of each rank": (STATISTICS.replace("{total}", ""), "GM203", "on rank 1"),
     "received gradient changed in place": (

@@ -509,6 +509,8 @@ class _Watcher:
 
     def _root(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
         to = self._to
+        if to.stepping:
+            return  # the closure is called again
         to.backward_begins()
         site = to.site()
         for at, x in enumerate(roots):

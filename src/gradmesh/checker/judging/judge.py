@@ -58,7 +58,6 @@ from gradmesh.checker.judging.values import (
     order_repeats,
     overwritten_steps,
     parted,
-    parted_by_closure,
     parted_by_writing,
     parted_unseen,
     same_data,
@@ -292,7 +291,7 @@ def judged(
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
         if not found:
-            found += parted_by_closure(there) or reported(there, output)
+            found += reported(there, output)
         unseen, of_unseen = parted_unseen(there)
         found += unseen
         notes += of_unseen

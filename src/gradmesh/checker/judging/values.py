@@ -18,7 +18,6 @@ from gradmesh.checker.trace import (
     MOVES,
     Alias,
     Annotation,
-    Lost,
     Op,
     Param,
     ProgramInput,
@@ -519,44 +518,6 @@ def _is_one(held: Sequence[dict[str, Tensor]]) -> bool:
     )
 
 
-def parted_by_closure(tapes: Sequence[Tape]) -> list[Finding]:
-    """GM201: Parameters that a step with a closure, as LBFGS's, makes different, along equal gradients."""
-    for pairs in zip(*map(_of_closures, tapes), strict=False):
-        for at, first in enumerate(pairs[0][0].params):
-            parts = [step.params[at] for step, *_ in pairs if at < len(step.params)]
-            before, after = [part.value for part in parts], [part.after for part in parts]
-            there = [x for x in after if x is not None and not first.whole]
-            if len(there) != len(tapes) or len({x.shape for x in (*before, *there)}) > 1:
-                continue
-            one = all(torch.equal(x, before[0]) for x in before) and _is_joined(pairs, at)
-            if not one or all(near(x, there[0], 1e-5) for x in there):
-                continue
-            name = first.name
-            said = (
-                f"{name} is the same on all ranks before the step, the closure leaves the same gradient of it on every "
-                f"rank, and it is not the same after the step: {held_on(name, list(enumerate(there)))}"
-            )
-            remedy = (
-                "Return the same loss from the closure on every rank: the optimizer chooses the length of its step by "
-                "it. For a mean: total = loss.detach().clone(); dist.all_reduce(total); return total / world_size."
-            )
-            place = with_text(tapes[0].places, pairs[0][0].site)
-            return [finding("GM201", said, place, None, range(len(tapes)), name, remedy)]
-    return []
-
-
-def _is_joined(pairs: Sequence[_OfClosure], at: int) -> bool:
-    """Whether closures bring a parameter's gradients together, or leave the same one on all ranks, before or behind."""
-    if all(tuple(step.params[at].value.shape) in sums for step, _, sums in pairs):
-        return True
-    for steps in zip(*((now, then) for now, then, _ in pairs), strict=True):
-        params = [step.params[at] for step in steps if step is not None and at < len(step.params)]
-        grads = [param.grad for param in params if param.grad is not None]
-        if len(grads) == len(pairs) and all(_same_numbers(x, grads[0]) for x in grads):
-            return bool(grads[0].any())
-    return False
-
-
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
     """Not where they are sparse, which torch does not compare."""
     return a.shape == b.shape and a.layout is b.layout is torch.strided and torch.equal(a, b)
@@ -564,34 +525,6 @@ def _same_numbers(a: Tensor, b: Tensor) -> bool:
 
 def _same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(own) == len(other) and all(map(_same_numbers, own, other))
-
-
-_OfClosure = tuple[Step, Step | None, set[tuple[int, ...]]]
-
-
-def _of_closures(tape: Tape) -> list[_OfClosure]:
-    """Steps in which closures run their backward, each with the next one of its optimizer.
-
-    Also the shapes of what is summed over the ranks between two backwards of one step.
-    """
-    pairs: list[_OfClosure] = []
-    last, runs = None, False
-    behind, sums = set[tuple[int, ...]](), set[tuple[int, ...]]()
-    for event in tape.events:
-        if isinstance(event, Lost) and "backward begins" in event.what:
-            runs, sums = True, sums | behind
-        elif isinstance(event, Sent) and is_sum(event):
-            behind.update(event.shapes)
-        elif isinstance(event, Root):
-            last = None
-        elif isinstance(event, Step):
-            if last is not None and runs:
-                pairs.append((last, event if event.optimizer == last.optimizer else None, sums))
-            last, runs = (event if event.optimizer >= 0 else None), False
-            behind, sums = set(), set()
-    if last is not None and runs:
-        pairs.append((last, None, sums))
-    return pairs
 
 
 def overwritten_steps(context: Context, following: Sequence[Segment]) -> list[Finding]:
