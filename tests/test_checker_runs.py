@@ -172,6 +172,15 @@ def test_rank_killed_by_a_signal_is_reported_with_its_line(tmp_path: Path) -> No
     assert (found.at.line, found.at.text) == (7, "ctypes.string_at(0)")
 
 
+def test_a_missing_module_is_reported_with_where_to_install_it(tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"
+    script.write_text("import torch\nimport no_such_module.part\n")
+    (found,) = run.check_script(run.Target(str(script)), ranks=2).findings
+    assert found.rule.id == "GM501"
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in found.message
+    assert found.remedy == f"Install no_such_module beside gradmesh, in {sys.prefix}."
+
+
 @pytest.mark.parametrize(("number", "name"), [(int(signal.SIGKILL), "SIGKILL"), (40, "signal 40")])
 def test_signal_is_reported_by_name(number: int, name: str, tmp_path: Path) -> None:
     script = tmp_path / "dies.py"

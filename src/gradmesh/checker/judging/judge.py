@@ -7,6 +7,7 @@ import contextlib
 import linecache
 import re
 import signal
+import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
@@ -129,7 +130,10 @@ def endings(
                 "find_unused_parameters=True to DistributedDataParallel."
             )
             return [finding("GM401", said, at, None, [rank], remedy=remedy)]
-        return [finding("GM501", f"rank {rank} raised {tape.error.splitlines()[0]}", at, None, [rank])]
+        first_line = tape.error.splitlines()[0]
+        missing = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", first_line)
+        remedy = f"Install {missing[1]} beside gradmesh, in {sys.prefix}." if missing else ""
+        return [finding("GM501", f"rank {rank} raised {first_line}", at, None, [rank], remedy=remedy)]
     if stuck:
         waiting = [rank for rank, tape in enumerate(tapes) if tape is None]
         last = [(rank, calls[rank][-1]) for rank in waiting if calls[rank]]
