@@ -139,12 +139,11 @@ _OF_FROZEN = (
 
 
 def _written_at(context: Context, rank: int, name: str) -> tuple[int, bool]:
-    """The line that writes a buffer, and whether the program has it; else that of a batch norm."""
+    """The line that writes a buffer, or that of a batch norm; and whether it is no batch norm."""
     at = context.segment.steps[rank][0].written.get(name, -1)
-    if at >= 0:
-        return at, True
     norms = (e.site for e in context.events(rank) if isinstance(e, Op) and "batch_norm" in e.name)
-    return next(norms, -1), False
+    norm = next(norms, -1) if at < 0 else -1
+    return max(at, norm), norm < 0
 
 
 def tied(context: Context) -> list[Finding]:
