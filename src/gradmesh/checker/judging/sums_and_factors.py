@@ -59,7 +59,8 @@ def wrong_ones(context: Context) -> list[Got]:
     right = [got for got in context.got if got.kind == "right"]
     # With the means over ranks that the program takes of some gradients alone, all may be the same multiple.
     whole = [got.ratio * _mean_of_one(context, got) for got in right]
-    if any(all(abs(ratio - each) < _NEAR * each for ratio in whole) for each in allowed):
+    apart = any(abs(got.ratio - right[0].ratio) > _NEAR * abs(right[0].ratio) for got in right)
+    if apart and any(all(abs(ratio - each) < _NEAR * each for ratio in whole) for each in allowed):
         for got, ratio in zip(right, whole, strict=True):
             got.ratio = ratio
     # What each rank has for itself says nothing of what ranks have in common, however much there is of it.
