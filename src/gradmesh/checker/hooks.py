@@ -37,7 +37,7 @@ from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.autograd.averaging import instances_of
-from gradmesh.checker.observed import Samplers, annotated
+from gradmesh.checker.observed import Samplers, annotated, forget_overwritten
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
     SUMMED_IN_STEP,
@@ -555,26 +555,46 @@ class _Watcher:
         self._begins[optimizer] = optimizer.register_step_pre_hook(self._begins_step)
 
     def _begins_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if self._to.quiet:
+        to = self._to
+        if to.quiet:
             return None
         self._nested += 1
         if self._nested > 1:
             return None  # an optimizer that calls others
         given = inspect.signature(type(optimizer).step).bind_partial(*args, **kwargs)
         closure = given.arguments.get("closure")
+        before = self._asked, self._returned, self._written, self._transformed, dict(to.written_at)
+        self._steps(optimizer)
         if closure is None:
-            self._steps(optimizer)
             return None
+        own = self._step
 
         @functools.wraps(closure)
         def evaluated(*inner: Any, **named: Any) -> Any:
-            loss = closure(*inner, **named)
-            if not self._to.stepping:  # the first time: these gradients are what the optimizer uses
+            # An optimizer that has written nothing yet is about to use the gradients that the closure leaves.
+            anew = own is not None and self._step is own and to.stepping and self._is_unwritten(own)
+            if anew:
+                self._tape.events[:] = [event for event in self._tape.events if event is not own]
+                self._asked, self._returned, self._written, self._transformed, written = before
+                to.written_at.update(written)
+                self._nested, to.stepping = 0, False
+            try:
+                loss = closure(*inner, **named)
+            except BaseException:
+                self._nested, to.stepping = 0, False
+                raise
+            if anew:
+                self._nested = 1
                 self._steps(optimizer)
             return loss
 
         given.arguments["closure"] = evaluated
         return given.args, given.kwargs
+
+    def _is_unwritten(self, step: Step) -> bool:
+        with self._to.unseen():
+            pairs = zip(step.params, self._held, strict=True)
+            return all(param.whole or torch.equal(param.value, local_part(p).detach()) for param, p in pairs)
 
     def _steps(self, optimizer: Any) -> None:
         self._held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -595,7 +615,7 @@ class _Watcher:
         to = self._to
         if to.quiet:
             return
-        self._nested -= 1
+        self._nested = max(self._nested - 1, 0)
         if self._nested > 0 or not to.stepping:
             return
         to.stepping = False
@@ -847,6 +867,8 @@ def _of_torch(name: str) -> Any:
 def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
     """Write the tape, whole or not at all."""
     recorder.settle()
+    with recorder.unseen():
+        forget_overwritten(tape)
     tape.labels = recorder.modules.labels
     partial = folder / f"{tape.rank}.partial"
     with partial.open("wb") as file:

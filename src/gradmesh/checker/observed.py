@@ -6,8 +6,9 @@ import contextlib
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -97,21 +98,26 @@ def annotated(
     tape: Tape, site: Callable[[], int], unseen: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
     """Record what `spmd_types.assert_type` says of tensors, if it is installed."""
-    if importlib.util.find_spec("spmd_types") is None:
+    spec = importlib.util.find_spec("spmd_types")
+    if spec is None or not any(
+        Path(each, "runtime.py").exists() for each in spec.submodule_search_locations or ()
+    ):
         yield
         return
     spmd: Any = importlib.import_module("spmd_types")
     original, hook = spmd.assert_type, Tensor.register_hook
 
-    def note(x: Tensor) -> None:
-        if functorch_active() or is_fake(x) or x.layout is not torch.strided:
+    def note(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        if functorch_active() or is_fake(x) or x.layout is not torch.strided or not dist.is_initialized():
             return
         world, types = dist.get_world_size(), {}
+        known = {spmd.normalize_axis(group): dist.get_process_group_ranks(group) for group in groups}
         for axis, kind in spmd.get_local_type(x).items():
-            ranks = next(group for group in axis.layout.global_ranks(world) if tape.rank in group)
+            ranks = known.get(axis) or next(
+                each for each in axis.layout.global_ranks(world) if tape.rank in each
+            )
             types[tuple(ranks)] = kind.name
-        numbers = x.detach().clone() if x.is_floating_point() or x.is_complex() else x.detach().double()
-        made = Annotation(site(), types, numbers)
+        made = Annotation(site(), types, _numbers(x), of=x)
         tape.annotations.append(made)
 
         def arrives(gradient: Tensor) -> None:
@@ -124,9 +130,10 @@ def annotated(
     @functools.wraps(original)
     def assert_type(tensor: Any, *types: Any, **kwargs: Any) -> Any:
         result = original(tensor, *types, **kwargs)
+        keys = [key for each in types if isinstance(each, Mapping) for key in each]
         with unseen():
             for x in tensors_in(result):
-                note(x)
+                note(x, [key for key in keys if isinstance(key, dist.ProcessGroup)])
         return result
 
     places: list[Any] = [spmd, importlib.import_module("spmd_types.runtime")]
@@ -137,6 +144,21 @@ def annotated(
     finally:
         for place in places:
             place.assert_type = original
+
+
+def forget_overwritten(tape: Tape) -> None:
+    """Drop the value of what was annotated before it was written, such as the result of a collective."""
+    for each in tape.annotations:
+        x, each.of = each.of, None
+        if x is not None and each.value is not None:
+            same = torch.equal(_numbers(x).nan_to_num(), each.value.nan_to_num())
+            each.value = each.value if same else None
+
+
+def _numbers(x: Tensor) -> Tensor:
+    x = x.detach()
+    plain = (x.is_floating_point() and x.dtype.itemsize > 1) or x.is_complex()
+    return x.clone() if plain else x.double()
 
 
 class Handles:

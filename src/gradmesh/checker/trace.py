@@ -357,13 +357,15 @@ class Annotation:
     Attributes:
         site: the line.
         types: "R", "I", "V" or "P", by the ranks of the axis.
-        value, gradient: of the tensor then, and the first one that came to it in a backward.
+        value, gradient: of the tensor then, unless it was overwritten, and the first one that came to it in a backward.
+        of: the tensor, while the program runs.
     """
 
     site: int
     types: dict[tuple[int, ...], str]
-    value: Tensor
+    value: Tensor | None
     gradient: Tensor | None = None
+    of: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh.checker.findings import RULES, Finding, Place
 from gradmesh.checker.judging.parameters import Got, Segment, Truth
 from gradmesh.checker.replay import Again, scale_of
-from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
+from gradmesh.checker.trace import Alias, Called, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
 
 
 @dataclass
@@ -51,8 +51,9 @@ class Context:
         backwards = {1, *(each if len(each) == 1 else ())} - {0}
         if all(self._multiplied_by_ranks(rank) for rank in range(len(self.tapes))):
             over_ranks.add(len(self.tapes))
-        taken_back = set.intersection(*map(self._scales_of_functions, range(len(self.tapes))))
-        over_ranks |= {a * b for a in over_ranks for b in taken_back}
+        taken_back = set.union(*map(self._scales_of_losses, range(len(self.tapes))))
+        if len(taken_back) == 1 and (scale := taken_back.pop()) in range(2, len(self.tapes) + 1):
+            over_ranks |= {a * int(scale) for a in over_ranks}
         return tuple(1 / n for n in sorted({a * b for a in over_ranks for b in backwards}))
 
     def _multiplied_by_ranks(self, rank: int) -> bool:
@@ -64,11 +65,35 @@ class Context:
             op is not None and op.name == "aten.mul.Tensor" and op.args[1] == len(self.tapes) for op in lasts
         )
 
-    def _scales_of_functions(self, rank: int) -> set[int]:
-        """The numbers of ranks by which Functions of a rank multiply gradients, as if to take back a mean."""
-        backs = [event.call.back for event in self.events(rank) if isinstance(event, Over)]
-        scales = [scale_of(back) or 0.0 for back in backs if back is not None and back.met and back.gave]
-        return {n for n in range(2, len(self.tapes) + 1) if any(abs(x / n - 1) < 1e-6 for x in scales)}
+    def _scales_of_losses(self, rank: int) -> set[float]:
+        """By what Functions multiply the gradients of the terms of a rank's losses, as if to take back a mean."""
+        events = self.events(rank)
+        made: dict[int, Called | Op | Alias] = {}
+        for event in events:
+            if isinstance(event, Alias):
+                made[event.id] = event
+            elif isinstance(event, Op) and event.call is None:
+                made |= dict.fromkeys(event.outs, event)
+            elif isinstance(event, Over):
+                made |= {out: event.call for out in event.call.outs if out is not None}
+
+        def scales(number: int) -> set[float]:
+            what = made.get(number)
+            if isinstance(what, Alias):
+                return scales(what.of)
+            if (
+                isinstance(what, Called)
+                and what.back is not None
+                and len(what.back.met) == 1
+                and what.ins[0] is not None
+            ):
+                scale = scale_of(what.back)
+                return {1.0} if scale is None else {round(scale * each, 6) for each in scales(what.ins[0])}
+            if isinstance(what, Op) and what.name.split(".")[1] in ("add", "mul", "div", "_to_copy"):
+                return set[float]().union(*(scales(n) for n in refs(what) if n in made)) or {1.0}
+            return {1.0}
+
+        return set[float]().union(*(scales(event.id) for event in events if isinstance(event, Root)))
 
     def place(self, rank: int, site: int) -> Place | None:
         """A line, with its text."""

@@ -105,8 +105,12 @@ def _mean_of_one(context: Context, got: Got) -> float:
     factors = []
     for part in got.parts:
         product = 1.0
-        for event in context.events(part.rank):
-            if isinstance(event, Scaled) and event.name == got.name and not event.loss:
+        events = context.events(part.rank)
+        sums = any(
+            isinstance(event, Sent) and is_sum(event) for event in events
+        )  # then means were not divided out
+        for event in events:
+            if isinstance(event, Scaled) and event.name == got.name and not event.loss and not sums:
                 factor: float | None = event.factor
             elif isinstance(event, Hooked) and event.id in part.ids and event.back is not None:
                 factor = scale_of(event.back)
