@@ -139,7 +139,7 @@ _OF_FROZEN = (
 
 
 def _written_at(context: Context, rank: int, name: str) -> tuple[int, bool]:
-    """The line that writes a buffer, or that of a batch norm; and whether it is no batch norm."""
+    """The line that writes a buffer, or that of a batch norm; and whether the program writes it."""
     at = context.segment.steps[rank][0].written.get(name, -1)
     norms = (e.site for e in context.events(rank) if isinstance(e, Op) and "batch_norm" in e.name)
     norm = next(norms, -1) if at < 0 else -1
