@@ -104,7 +104,11 @@ def annotated(
     ):
         yield
         return
-    spmd: Any = importlib.import_module("spmd_types")
+    try:
+        spmd: Any = importlib.import_module("spmd_types")
+    except Exception:  # another torch than it is made for; a program that uses it says so itself
+        yield
+        return
     original, hook = spmd.assert_type, Tensor.register_hook
 
     def note(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -117,7 +121,7 @@ def annotated(
                 each for each in axis.layout.global_ranks(world) if tape.rank in each
             )
             types[tuple(ranks)] = kind.name
-        made = Annotation(site(), types, _numbers(x), of=x)
+        made = Annotation(site(), types, _numbers(x), of=x.detach())
         tape.annotations.append(made)
 
         def arrives(gradient: Tensor) -> None:

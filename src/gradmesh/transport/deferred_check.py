@@ -659,9 +659,9 @@ class Checker:
                     axis=None if axis is None else axis.axis,
                     expected="every rank of an axis makes the same calls, in the same order",
                     got="\n".join(said["lines"] if "lines" in said else said["words"]),
-                    remedy=_HANG_REMEDY
-                    if not any(" send(to=" in line for line in said["words"])
-                    else _SEND_REMEDY,
+                    remedy=_SEND_REMEDY
+                    if "hang" in said and any(" send(to=" in line for line in said["words"])
+                    else _HANG_REMEDY,
                 )
             )
         with self._changed:

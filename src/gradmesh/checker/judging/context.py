@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh.checker.findings import RULES, Finding, Place
 from gradmesh.checker.judging.parameters import Got, Segment, Truth
 from gradmesh.checker.replay import Again, scale_of
-from gradmesh.checker.trace import Alias, Called, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
+from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
 
 
 @dataclass
@@ -67,33 +67,23 @@ class Context:
 
     def _scales_of_losses(self, rank: int) -> set[float]:
         """By what Functions multiply the gradients of the terms of a rank's losses, as if to take back a mean."""
-        events = self.events(rank)
-        made: dict[int, Called | Op | Alias] = {}
-        for event in events:
+        found, scales = set[float](), dict[int, set[float]]()
+        for event in self.events(rank):
             if isinstance(event, Alias):
-                made[event.id] = event
+                scales[event.id] = scales.get(event.of, {1.0})
             elif isinstance(event, Op) and event.call is None:
-                made |= dict.fromkeys(event.outs, event)
+                passes = event.name.split(".")[1] in ("add", "mul", "div", "_to_copy")
+                terms = [scales[n] for n in refs(event) if n in scales] if passes else []
+                scales |= dict.fromkeys(event.outs, set[float]().union(*terms) or {1.0})
             elif isinstance(event, Over):
-                made |= {out: event.call for out in event.call.outs if out is not None}
-
-        def scales(number: int) -> set[float]:
-            what = made.get(number)
-            if isinstance(what, Alias):
-                return scales(what.of)
-            if (
-                isinstance(what, Called)
-                and what.back is not None
-                and len(what.back.met) == 1
-                and what.ins[0] is not None
-            ):
-                scale = scale_of(what.back)
-                return {1.0} if scale is None else {round(scale * each, 6) for each in scales(what.ins[0])}
-            if isinstance(what, Op) and what.name.split(".")[1] in ("add", "mul", "div", "_to_copy"):
-                return set[float]().union(*(scales(n) for n in refs(what) if n in made)) or {1.0}
-            return {1.0}
-
-        return set[float]().union(*(scales(event.id) for event in events if isinstance(event, Root)))
+                back, ins = event.call.back, event.call.ins
+                own = scale_of(back) if back is not None and len(back.met) == 1 and back.gave else None
+                before = {1.0} if own is None or ins[0] is None else scales.get(ins[0], {1.0})
+                after = {round((own or 1.0) * each, 6) for each in before}
+                scales |= {out: after for out in event.call.outs if out is not None}
+            elif isinstance(event, Root):
+                found |= scales.get(event.id, {1.0})
+        return found
 
     def place(self, rank: int, site: int) -> Place | None:
         """A line, with its text."""

@@ -106,9 +106,8 @@ def _mean_of_one(context: Context, got: Got) -> float:
     for part in got.parts:
         product = 1.0
         events = context.events(part.rank)
-        sums = any(
-            isinstance(event, Sent) and is_sum(event) for event in events
-        )  # then means were not divided out
+        # With sums of the program's own, means were not divided out.
+        sums = any(isinstance(event, Sent) and is_sum(event) for event in events)
         for event in events:
             if isinstance(event, Scaled) and event.name == got.name and not event.loss and not sums:
                 factor: float | None = event.factor
