@@ -35,4 +35,4 @@ def one_of_each(folder: Path, ranks: int = 4) -> Verdict:
                 remedy="Do this." if number % 5 == 0 else "",
             )
         )
-    return Verdict(tuple(found), ("a cell was not followed",), ranks, 2, {"script": 2.0, "checked": 5.0})
+    return Verdict(tuple(found), ("a cell was not followed",), ranks, 2, {"checked": 5.0})

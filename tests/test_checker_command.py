@@ -16,7 +16,7 @@ from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target
 from tests.checker_samples import finding
 
-CLEAN = Verdict((), (), 2, 2, {"script": 1.0, "checked": 2.0})
+CLEAN = Verdict((), (), 2, 2, {"checked": 2.0})
 WRONG = replace(CLEAN, findings=(finding(), finding("GM203")))
 WARNED = replace(CLEAN, findings=(finding("GM203"),))
 
@@ -30,6 +30,7 @@ class Checked:
         self.options: dict[str, Any] = {}
 
     def __call__(self, target: Target, **options: Any) -> Verdict:
+        options.pop("progress")("2 ranks run [bold]train.py[/bold]")
         self.target, self.options = target, options
         if isinstance(self.answer, Exception):
             raise self.answer

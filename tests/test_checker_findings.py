@@ -59,7 +59,7 @@ def test_a_verdict_is_ok_without_errors_and_when_all_of_it_ran() -> None:
 
 
 def test_a_verdict_as_json_has_every_field_in_json_values() -> None:
-    verdict = Verdict((finding(began=PLACE, subject="norm.weight"),), ("a note",), 4, 2, {"script": 1.23456})
+    verdict = Verdict((finding(began=PLACE, subject="norm.weight"),), ("a note",), 4, 2, {"checked": 1.23456})
     data = json.loads(json.dumps(verdict.as_json()))
     assert data["findings"] == [
         {
@@ -73,10 +73,11 @@ def test_a_verdict_as_json_has_every_field_in_json_values() -> None:
             "ranks": [0, 1],
             "subject": "norm.weight",
             "remedy": RULES["GM101"].remedy,
+            "step": None,
         }
     ]
     assert (data["ranks"], data["steps"], data["notes"]) == (4, 2, ["a note"])
-    assert data["seconds"] == {"script": 1.235}
+    assert data["seconds"] == {"checked": 1.235}
     assert (data["status"], data["ok"]) == ("complete", False)
 
 

@@ -60,6 +60,12 @@ def test_origin_is_printed_only_if_on_another_line(tmp_path: Path) -> None:
     assert "began" not in shown(Verdict((replace(own, began=own.at),), (), 2, 1), tmp_path)
 
 
+def test_a_finding_of_a_later_step_names_it(tmp_path: Path) -> None:
+    first, later = (Verdict((finding(step=step),), (), 2, 2) for step in (1, 3))
+    assert "step" not in shown(first, tmp_path).splitlines()[0]
+    assert shown(later, tmp_path).splitlines()[0].endswith("all ranks, step 3")
+
+
 def test_a_finding_that_looks_like_markup_is_printed_as_it_is(tmp_path: Path) -> None:
     assert "[bold]not markup[/bold]" in shown(one_of_each(tmp_path), tmp_path)
 
@@ -70,20 +76,14 @@ def test_a_finding_that_looks_like_markup_is_printed_as_it_is(tmp_path: Path) ->
         (Verdict((), (), 2, 1), "no finding; 2 ranks, 1 step"),
         (Verdict((), (), 2, 0, status="not-run"), "no finding; 2 ranks, 0 steps; it did not run"),
         (
-            Verdict((finding(), finding("GM203")), (), 4, 2, {"script": 2.0, "checked": 5.0}),
-            "1 error, 1 warning; 4 ranks, 2 steps; script 2.0 s, checked 5.0 s (2.5 times)",
+            Verdict(
+                (finding(), finding("GM203")), (), 4, 2, {"checked": 5.0, "judged": 0.25}, memory=3 << 29
+            ),
+            "1 error, 1 warning; 4 ranks, 2 steps; checked 5.0 s, judged 0.2 s, 1.5 GiB",
         ),
         (
             Verdict((finding("GM203"),) * 2, (), 4, 2, {"checked": 5.0}, "stopped"),
             "2 warnings; 4 ranks, 2 steps; checked 5.0 s; stopped before the end",
-        ),
-        (
-            Verdict((), (), 2, 1, {"checked": 2.5, "judged": 0.5, "script": 1.5}),
-            "no finding; 2 ranks, 1 step; script 1.5 s, checked 2.5 s, judged 0.5 s (2.0 times)",
-        ),
-        (
-            Verdict((), (), 2, 1, {"script": 0.0, "checked": 1.0}),
-            "no finding; 2 ranks, 1 step; script 0.0 s, checked 1.0 s",
         ),
     ],
 )

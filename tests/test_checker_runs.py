@@ -245,6 +245,70 @@ for _ in range(2):
     assert (verdict.status, verdict.followed) == ("complete", 2)
 
 
+REDISTRIBUTING = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+w = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
+x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+optimizer = torch.optim.SGD([w], lr=0.1)
+for _ in range(2):
+    whole = w.redistribute(mesh, [Replicate()]) if ASKED else w
+    y = x @ whole
+    y.redistribute(mesh, [Replicate()]).square().sum().backward()
+    w.grad = w.grad.redistribute(mesh, [Shard(0)])
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_redistributions_of_dtensors_are_listed_where_the_program_does_not_ask_for_them(
+    tmp_path: Path, asked: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REDISTRIBUTING.replace("ASKED", str(asked)))
+    verdict = run.check_script(run.Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings
+    lines = [line for each in verdict.redistributions if each.at and (line := each.at.text).startswith("y =")]
+    assert lines == ([] if asked else ["y = x @ whole"])
+    if not asked:
+        (found,) = [each for each in verdict.redistributions if each.at and each.at.text in lines]
+        assert (found.operator, found.before, found.after) == ("aten.mm", "S(0)", "R")
+        assert (found.size, found.times) == (8 * 8 * 4, 2)
+    command = [sys.executable, "-m", "gradmesh", "check", "--redistributions", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert ("aten.mm" in done.stdout) is not asked, done
+
+
+SECOND_STEP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(1 + dist.get_rank())
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(6, 8)).square().sum().backward()
+    for p in model.parameters():
+        if step != 1 or p.ndim > 1:
+            dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+
+
+def test_a_finding_has_the_step_that_shows_it_and_a_verdict_its_memory(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SECOND_STEP)
+    verdict = run.check_script(run.Target(str(script)), ranks=2, steps=3)
+    assert [(each.rule.id, each.subject, each.step) for each in verdict.findings] == [("GM101", "bias", 2)]
+    assert 2**26 < verdict.memory < 2**34
+
+
 def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

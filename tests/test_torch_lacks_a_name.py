@@ -15,7 +15,8 @@ import torch
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh._torch import fsdp, names
+from gradmesh._torch import fsdp, names, operators
+from gradmesh.checker import command
 from tests.forking import Forking
 from tests.lacking import FEATURES
 
@@ -245,6 +246,18 @@ def test_required_name_that_is_missing_raises_when_used(monkeypatch: pytest.Monk
         with pytest.raises(gm.TorchVersionError, match="a feature is not supported"):
             isinstance(1, missing)
     assert names.RELIED_ON["torch._none"] == "a feature raises an error"
+
+
+def test_a_list_of_redistributions_is_refused_where_torch_does_not_show_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed.tensor import _dispatch
+
+    monkeypatch.setattr(names, "gone", [])
+    monkeypatch.delattr(_dispatch, "ExplicitRedistributionContext")
+    assert operators.redistribution_observer(None) is None
+    with pytest.raises(gm.TorchVersionError, match="gradmesh check --redistributions"):
+        command.check_command([__file__], redistributions=True)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ __all__ = [
     "need_dispatch",
     "out_arguments",
     "profiler_of_all_threads",
+    "redistribution_observer",
     "reduction_of",
     "refuse_without_reductions",
     "version_of",
@@ -134,6 +135,18 @@ def local_part(x: Any) -> Any:
     `to_local` is an operation, which modes that watch a program see.
     """
     return _LOCAL.of(x, x)
+
+
+_EXPLICIT = Attribute(
+    "torch.distributed.tensor._dispatch.ExplicitRedistributionContext", "gradmesh check --redistributions"
+)
+
+
+def redistribution_observer(*default: object) -> Any:
+    """The class whose `observe_redistribution` DTensor calls before it redistributes an operand by itself."""
+    from torch.distributed.tensor import _dispatch
+
+    return _EXPLICIT.of(_dispatch, *default)
 
 
 def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:

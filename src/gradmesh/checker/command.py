@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gradmesh import __version__
+from gradmesh._torch.operators import redistribution_observer
 from gradmesh._util.environment import require
 from gradmesh.checker import findings as baselines
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.lines import Line, lines_of
-from gradmesh.checker.report import counted, sarif, show
+from gradmesh.checker.report import counted, sarif, show, show_redistributions
 from gradmesh.checker.run import Target, check_script
 from gradmesh.errors import ArgumentError, message
 
@@ -36,6 +38,7 @@ def check_command(
     baseline: Path | None = None,
     write_baseline: Path | None = None,
     picture: Path | None = None,
+    redistributions: bool = False,
 ) -> int:
     """Check a script, print and write what was found, and return the exit status.
 
@@ -50,6 +53,7 @@ def check_command(
         baseline: a file of findings that are known, which are hidden.
         write_baseline: where to write what is found, as a baseline for the next time.
         picture: where to draw the first step's lines with the types of what they make, as PNG.
+        redistributions: whether to list where DTensor redistributed an operand that the program had not redistributed.
 
     Returns:
         0 where no error was found, or all of it was written down as known; `FOUND`, or `NOT_RUN`.
@@ -64,7 +68,12 @@ def check_command(
     if picture:
         require("demo", "check --picture")
     shown_to: dict[str, Any] = {"see": _first_lines(seen)} if picture else {}
-    verdict = check_script(target, ranks=ranks, steps=steps, timeout=timeout, **shown_to)
+    if redistributions:
+        redistribution_observer()
+    with _progress() as progress:
+        verdict = check_script(
+            target, ranks=ranks, steps=steps, timeout=timeout, progress=progress, **shown_to
+        )
     found = baselines.beside(verdict.findings, known)
     shown = replace(verdict, findings=found.new)
     gone = found.gone if verdict.status == "complete" else ()
@@ -81,7 +90,7 @@ def check_command(
         data = {**shown.as_json(), "hidden": len(found.hidden), "gone": [str(each) for each in gone]}
         print(json.dumps(data), flush=True)
     else:
-        _show(shown, found.hidden, gone)
+        _show(shown, found.hidden, gone, redistributions)
     if verdict.status == "not-run" or (verdict.status == "stopped" and not verdict.errors):
         return NOT_RUN
     if write_baseline:
@@ -101,11 +110,24 @@ def _first_lines(seen: list[list[Line]]) -> Callable[[Context], None]:
     return see
 
 
-def _show(verdict: Verdict, hidden: Sequence[object], gone: Sequence[baselines.Known]) -> None:
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what is being done."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda what: status.update(what.replace("[", r"\["))
+
+
+def _show(
+    verdict: Verdict, hidden: Sequence[object], gone: Sequence[baselines.Known], redistributions: bool
+) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     show(verdict, console)
+    if redistributions:
+        show_redistributions(verdict, console)
     if hidden:
         console.print(f"{counted(len(hidden), 'finding')} of the baseline hidden")
     for each in gone:

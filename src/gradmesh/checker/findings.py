@@ -433,6 +433,7 @@ class Finding:
         subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
         remedy: how to fix it; the rule's where none is given.
         by_number: whether a number of the program is taken for that of the ranks, which more ranks have to show.
+        step: the optimizer step, from 1, whose gradients or values show it; None if it is not of one step.
     """
 
     rule: Rule
@@ -444,6 +445,7 @@ class Finding:
     remedy: str = ""
     by_number: bool = False
     received: Place | None = None
+    step: int | None = None
 
     def __post_init__(self) -> None:
         if not self.remedy:
@@ -467,7 +469,28 @@ class Finding:
             "ranks": list(self.ranks),
             "subject": self.subject,
             "remedy": self.remedy,
+            "step": self.step,
         }
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """DTensor redistributed the operand of an operator, and the program does not say so.
+
+    Attributes:
+        at: the line.
+        operator: the operator, and whether that of a backward.
+        before, after: the placements.
+        size: bytes of the whole tensor.
+        times: how often, on the rank that did it most often.
+    """
+
+    at: Place | None
+    operator: str
+    before: str
+    after: str
+    size: int
+    times: int
 
 
 @dataclass(frozen=True)
@@ -480,8 +503,10 @@ class Verdict:
         ranks: on how many ranks the script ran.
         steps: how many optimizer steps were seen, and
         followed: how many of them were followed, so that their gradients were checked; None where it was not counted.
-        seconds: how long things took, by name: "script" without the checker, "checked" under it, where they are known.
+        seconds: how long the script ran under the checker, "checked", and the comparison took, "judged".
         status: whether all of it ran.
+        memory: the most bytes that the ranks and the comparison held together, as far as it is known.
+        redistributions: of DTensors, which the program does not ask for.
     """
 
     findings: tuple[Finding, ...]
@@ -491,6 +516,8 @@ class Verdict:
     seconds: dict[str, float] = field(default_factory=dict)
     status: Status = "complete"
     followed: int | None = None
+    memory: int = 0
+    redistributions: tuple[Redistribution, ...] = ()
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -516,8 +543,10 @@ class Verdict:
             "steps": self.steps,
             "followed": self.followed,
             "seconds": {name: round(taken, 3) for name, taken in self.seconds.items()},
+            "memory": self.memory,
             "findings": [finding.as_json() for finding in self.findings],
             "notes": list(self.notes),
+            "redistributions": [asdict(each) for each in self.redistributions],
         }
 
 

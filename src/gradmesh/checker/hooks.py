@@ -59,6 +59,7 @@ from gradmesh.checker.trace import (
     address_of,
     gradient_of,
     is_multiple,
+    most_memory,
     parameters_of,
     refs,
     values_after,
@@ -870,6 +871,7 @@ def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
     with recorder.unseen():
         forget_overwritten(tape)
     tape.labels = recorder.modules.labels
+    tape.memory = most_memory()
     partial = folder / f"{tape.rank}.partial"
     with partial.open("wb") as file:
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tape)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import sys
 import weakref
 import zlib
@@ -28,6 +30,7 @@ from gradmesh._torch.operators import (
     group_behind,
     is_random,
     local_part,
+    redistribution_observer,
     reduction_of,
     version_of,
     written,
@@ -673,6 +676,7 @@ class Recorder(Numbering, DispatchMode):
         self._handed: list[tuple[Sent, list[Tensor]]] | None = []
         """What broadcasts and sums take before the first backward, whose memory is not used again until then."""
         self._log = log.open("w", buffering=1) if log else None
+        self._sees_redistributions = False
 
     # -- what torch calls ----------------------------------------------------------------------------------------
 
@@ -791,11 +795,33 @@ class Recorder(Numbering, DispatchMode):
 
     def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
+        if not self._sees_redistributions:
+            self._sees_redistributions = True
+            self._watch_redistributions()
         for x in tensors_in((args, kwargs)):
             local: Any = None if type(x) is Tensor else local_part(x)
             leaf = x.requires_grad and x.is_leaf and type(local) is Tensor
             if leaf and self._follows() and not (local in self._known and self._known[local].leaf):
                 self._leaf(local, self.modules.name_of(x))
+
+    def _watch_redistributions(self) -> None:
+        """Count from now on what DTensor redistributes by itself, where that communicates."""
+        observer = redistribution_observer(None)
+        if observer is None:
+            return
+        original = observer.observe_redistribution
+
+        def observe(_: Any, before: Any, after: Any, words: Any) -> Any:
+            pairs = list(zip(before.placements, after.placements, strict=True))
+            if not self.quiet and any(old != new and not old.is_replicate() for old, new in pairs):
+                found = re.search(r"\b\w+\.\w+", str(words))
+                operator = (found[0] if found else "an operator") + ", backward" * bool(self.backward)
+                old, new = (" ".join(map(str, each)) for each in zip(*pairs, strict=True))
+                size = math.prod(before.tensor_meta.shape) * before.tensor_meta.dtype.itemsize
+                self.tape.redistributions[(self.site(), operator, old, new, size)] += 1
+            return original(before, after, words)
+
+        observer.observe_redistribution = classmethod(observe)
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that no gradient passes through."""

@@ -44,7 +44,8 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
             (f"{finding.severity:<7} ", _COLOURS[finding.severity]),
             (f"{finding.rule.id} {finding.rule.name}", "bold"),
         ]
-        parts = ", ".join(filter(None, (finding.subject, ranks_of(finding.ranks, verdict.ranks))))
+        later = f"step {finding.step}" if finding.step and finding.step > 1 else ""
+        parts = ", ".join(filter(None, (finding.subject, ranks_of(finding.ranks, verdict.ranks), later)))
         line(*head, (f": {parts}" if parts else "", ""))
         line((finding.message, ""), by=2)
         if finding.at:
@@ -60,6 +61,21 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
     for note in verdict.notes:
         line(("note ", "dim"), (note, ""))
     line((summary(verdict), "bold red" if verdict.errors else "bold"))
+
+
+def show_redistributions(verdict: Verdict, console: Console, base: Path | None = None) -> None:
+    """Print what DTensor redistributed without being asked to, the largest first."""
+    from rich.table import Table
+
+    if not verdict.redistributions:
+        console.print("no redistribution of a DTensor that the program does not write")
+        return
+    table = Table("line", "operator", "from", "to", "bytes", "times", box=None)
+    for each in sorted(verdict.redistributions, key=lambda each: -each.size * each.times):
+        where = f"{relative(each.at.file, base or root())}:{each.at.line}" if each.at else ""
+        table.add_row(where, each.operator, each.before, each.after, f"{each.size:,}", str(each.times))
+    console.print("redistributions of DTensors that the program does not write")
+    console.print(table)
 
 
 def summary(verdict: Verdict) -> str:
@@ -109,11 +125,9 @@ def _runs(ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _times(verdict: Verdict) -> str:
-    """Seconds by name, and how many times the script's own ones the check took."""
-    taken = verdict.seconds
-    alone, check = taken.get("script"), taken.get("checked", 0.0) + taken.get("judged", 0.0)
-    times = [f"{name} {taken[name]:.1f} s" for name in ("script", "checked", "judged") if name in taken]
-    return ", ".join(times) + (f" ({check / alone:.1f} times)" if alone and check else "")
+    """Seconds by name, and the memory."""
+    times = [f"{name} {taken:.1f} s" for name, taken in verdict.seconds.items()]
+    return ", ".join(times + [f"{verdict.memory / 2**30:.1f} GiB"] * bool(verdict.memory))
 
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

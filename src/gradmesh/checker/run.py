@@ -30,11 +30,12 @@ from gradmesh.checker.judging.values import (
     sends_nothing,
     shares_overlap,
 )
-from gradmesh.checker.trace import Tape
+from gradmesh.checker.report import counted
+from gradmesh.checker.trace import Recording, Tape
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch.process_ranks import held_port
 
-__all__ = ["Recording", "Target", "check_script", "processor_time", "recorded"]
+__all__ = ["Target", "check_script", "processor_time", "recorded"]
 
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
@@ -70,27 +71,6 @@ class Target:
     args: tuple[str, ...] = ()
 
 
-@dataclass
-class Recording:
-    """What a script's ranks left.
-
-    Attributes:
-        tapes: of the ranks that ended; None for one that did not.
-        calls: what each rank's collectives were, line by line, also where it did not end.
-        output: what each printed.
-        stuck: whether they were ended because nothing happened any more.
-        killed: the signals that killed ranks, by rank.
-        seconds: how long the ranks ran.
-    """
-
-    tapes: list[Tape | None]
-    calls: list[list[str]]
-    output: list[str]
-    stuck: bool
-    killed: dict[int, int]
-    seconds: float
-
-
 def check_script(
     target: Target,
     *,
@@ -98,6 +78,7 @@ def check_script(
     steps: int = 2,
     timeout: float = 60.0,
     see: Callable[[Context], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Run a script on ranks, and judge what it did.
 
@@ -107,6 +88,7 @@ def check_script(
         steps: of an optimizer, after which the script is ended.
         timeout: seconds after which ranks of which no more is heard are ended.
         see: is shown each step that is judged.
+        progress: is called with what is done next.
 
     Raises:
         ArgumentError: the script does not exist.
@@ -123,23 +105,31 @@ def check_script(
             )
         )
     refuse_without_reductions()
-    found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
-    since = time.perf_counter()
-    verdict = judged(
-        found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=ranks, see=see
-    )
-    verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - since)
+    seconds = {"checked": 0.0, "judged": 0.0}
+
+    def ran(number: int = ranks, steps: int = steps, **options: Any) -> Recording:
+        progress(f"{number} ranks run {target.path_or_module}, {counted(steps, 'step')}")
+        found = recorded(target, ranks=number, steps=steps, timeout=timeout, **options)
+        seconds["checked"] += found.seconds
+        return found
+
+    def judge(found: Recording, see: Callable[[Context], None] = lambda _: None) -> Verdict:
+        progress("comparing gradients")
+        since = time.perf_counter()
+        verdict = judged(found, see)
+        seconds["judged"] += time.perf_counter() - since
+        return verdict
+
+    found = ran()
+    verdict = judge(found, see)
     goes_on = all(tape is not None and tape.ended == "stopped" for tape in found.tapes)
     most = _GRACE + 3 * found.seconds
     if not verdict.findings and goes_on and _mentions(target, *_LATER):
         # The last micro-batches of an epoch may be fewer, and hooks compress after some steps.
-        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, most=most)
-        verdict.seconds["checked"] += longer.seconds
-        last = judged(
-            longer.tapes, longer.calls, longer.output, stuck=longer.stuck, killed=longer.killed, ranks=ranks
-        )
+        longer = ran(steps=_LOCAL_STEPS, most=most)
+        last = judge(longer)
         if last.status == "complete" and not longer.stuck:
-            found, verdict = longer, replace(last, seconds=verdict.seconds)
+            found, verdict = longer, last
     own = [each.subject for each in verdict.findings if each.rule.id == "GM203"]
     seen = found.tapes
     apart = {each.rule.id for each in verdict.errors}
@@ -147,9 +137,7 @@ def check_script(
         # Ranks may take steps of their own for a while, and bring their values together then.
         together, equal, more = brought_together(seen)
         if not together and (apart == {"GM201"} or sends_nothing(seen, at_last=True)):
-            longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
-            verdict.seconds["checked"] += longer.seconds
-            seen = longer.tapes
+            seen = ran(steps=_LOCAL_STEPS).tapes
             together, equal, more = brought_together(seen)
         if together:
             at = averages_values(seen) if sends_nothing(found.tapes) else None
@@ -164,9 +152,7 @@ def check_script(
             findings = tuple(each for each in verdict.findings if each.rule.id not in apart)
             verdict = replace(verdict, findings=(*findings, *more), notes=(*verdict.notes, note))
     if own and (together_at := buffers_together(seen, own)) is None and seen is found.tapes:
-        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
-        verdict.seconds["checked"] += longer.seconds
-        together_at = buffers_together(longer.tapes, own)
+        together_at = buffers_together(ran(steps=_LOCAL_STEPS).tapes, own)
     if own and together_at is not None:
         note = f"each rank has its own {listed(own)}, and the ranks bring it together at {together_at}"
         kept = tuple(each for each in verdict.findings if each.rule.id != "GM203")
@@ -174,25 +160,21 @@ def check_script(
     tapes = [tape for tape in found.tapes if tape is not None]
     if not verdict.findings and goes_on and _mentions(target, "load_state_dict"):
         # A run may be resumed within the script, behind the steps that were checked.
-        longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout, record=False, most=most)
-        verdict.seconds["checked"] += longer.seconds
+        longer = ran(steps=_LOCAL_STEPS, record=False, most=most)
         verdict = replace(verdict, findings=tuple(copies_part(longer.tapes)))
     if len(tapes) == ranks and any(
         each.shuffle and not each.is_set for tape in tapes for each in tape.epochs
     ):
         # How the ranks' shares and their order go on is seen where the second epoch begins.
-        longer = recorded(target, ranks=ranks, steps=_EPOCH, timeout=timeout, record=False, most=most)
-        verdict.seconds["checked"] += longer.seconds
+        longer = ran(steps=_EPOCH, record=False, most=most)
         tapes = [tape for tape in longer.tapes if tape is not None]
         more = [*shares_overlap(tapes), *order_repeats(tapes)] if len(tapes) == ranks else []
         known = {each.rule.id for each in verdict.findings}
         more = [each for each in more if each.rule.id not in known]
         verdict = replace(verdict, findings=(*verdict.findings, *more))
     if any(each.by_number for each in verdict.findings) and all(each.by_number for each in verdict.errors):
-        since = time.perf_counter()
-        verdict = _on_more_ranks(verdict, target, steps, timeout)
-        verdict.seconds["checked"] += time.perf_counter() - since
-    return verdict
+        verdict = _on_more_ranks(verdict, judge(ran(2 * ranks)))
+    return replace(verdict, seconds=seconds)
 
 
 def _mentions(target: Target, *names: str) -> bool:
@@ -201,11 +183,9 @@ def _mentions(target: Target, *names: str) -> bool:
     return any(name in text for name in names)
 
 
-def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float) -> Verdict:
+def _on_more_ranks(verdict: Verdict, other: Verdict) -> Verdict:
     """Drop divisions by a number that is that of the ranks by chance: it is not on twice as many."""
-    more = 2 * verdict.ranks
-    found = recorded(target, ranks=more, steps=steps, timeout=timeout)
-    other = judged(found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=more)
+    more = other.ranks
     same = {(each.rule.id, str(each.at), each.subject) for each in other.findings}
     settled = other.status == "complete" and bool(other.followed)
     settled = settled and all(each.rule.id == "GM109" for each in other.errors)
@@ -222,7 +202,7 @@ def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float)
         places = ", ".join(sorted({str(each.at) for each in dropped}))
         why = f"on {verdict.ranks} a constant that divides the loss counts them"
         note = f"checked on {more} ranks, since {why}, at {places}"
-        return replace(other, seconds=verdict.seconds, notes=(*other.notes, note))
+        return replace(other, notes=(*other.notes, note))
     return replace(verdict, findings=kept, notes=(*verdict.notes, *notes))
 
 

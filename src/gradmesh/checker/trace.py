@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import resource
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -534,6 +537,9 @@ class Tape:
         raised_at: the line of the program.
         not_used: the parameters for whose gradients DDP waits in vain, where that is the error.
         seconds: how long the program ran.
+        memory: the most bytes that the rank held.
+        redistributions: how often DTensor redistributed an operand by itself, by line, operator, placements before and
+            after, and bytes of the whole tensor.
     """
 
     rank: int
@@ -555,6 +561,34 @@ class Tape:
     raised_at: int = -1
     not_used: tuple[str, ...] = ()
     seconds: float = 0.0
+    memory: int = 0
+    redistributions: Counter[tuple[int, str, str, str, int]] = field(default_factory=Counter)
+
+
+@dataclass
+class Recording:
+    """What a script's ranks left.
+
+    Attributes:
+        tapes: of the ranks that ended; None for one that did not.
+        calls: what each rank's collectives were, line by line, also where it did not end.
+        output: what each printed.
+        stuck: whether they were ended because nothing happened any more.
+        killed: the signals that killed ranks, by rank.
+        seconds: how long the ranks ran.
+    """
+
+    tapes: list[Tape | None]
+    calls: list[list[str]]
+    output: list[str]
+    stuck: bool
+    killed: dict[int, int]
+    seconds: float
+
+
+def most_memory() -> int:
+    """The most bytes that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 _NUMBER = re.compile(r"(\d+)\.$")

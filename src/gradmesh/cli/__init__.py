@@ -143,6 +143,11 @@ def commands() -> click.Group:
                 type=new_file,
                 help="Write a picture of the first step's source lines, with the types of their results, as PNG.",
             ),
+            option(
+                ["--redistributions"],
+                is_flag=True,
+                help="List where DTensor redistributes an operand that the script has not redistributed.",
+            ),
         ],
     )
     bench = click.Command(

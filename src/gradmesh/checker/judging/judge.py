@@ -9,14 +9,16 @@ import re
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradmesh._util.call_sites import is_of_the_program
-from gradmesh.checker.findings import Finding, Place, Status, Verdict
+from gradmesh.checker.findings import Finding, Place, Redistribution, Status, Verdict
 from gradmesh.checker.judging.context import (
     Context,
     cut_before_collectives,
@@ -73,7 +75,7 @@ from gradmesh.checker.judging.values import (
     unwaited,
 )
 from gradmesh.checker.replay import UnfaithfulError, UnpairedError, run_again
-from gradmesh.checker.trace import Root, Step, Tape, label_stepped
+from gradmesh.checker.trace import Recording, Root, Step, Tape, label_stepped, most_memory
 
 _FOLLOWS = (
     "Connection closed by peer",
@@ -93,14 +95,9 @@ _PYTHON = sysconfig.get_path("stdlib")
 _SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
-def endings(
-    tapes: Sequence[Tape | None],
-    calls: Sequence[Sequence[str]],
-    output: Sequence[str],
-    stuck: bool,
-    killed: Mapping[int, int],
-) -> list[Finding]:
+def endings(run: Recording) -> list[Finding]:
     """What is wrong with how the ranks ended."""
+    tapes, calls, output, killed = run.tapes, run.calls, run.output, run.killed
     raised = [(rank, tape) for rank, tape in enumerate(tapes) if tape is not None and tape.ended == "raised"]
     first = [pair for pair in raised if not any(text in pair[1].error for text in _FOLLOWS)]
     stopped = {rank for rank, tape in enumerate(tapes) if tape is not None and tape.ended == "stopped"}
@@ -112,7 +109,9 @@ def endings(
     aborted = bool(dead) and killed[dead[0]] == signal.SIGABRT
     if dead and not first and not (aborted and _differing(calls, stopped)):
         return [_killed(dead[0], killed[dead[0]], output[dead[0]])]
-    of_calls = stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch"))
+    of_calls = (
+        run.stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch"))
+    )
     differ = _differing(calls, stopped) if of_calls else None
     if differ is not None:
         return [differ]
@@ -134,7 +133,7 @@ def endings(
         missing = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", first_line)
         remedy = f"Install {missing[1]} beside gradmesh, in {sys.prefix}." if missing else ""
         return [finding("GM501", f"rank {rank} raised {first_line}", at, None, [rank], remedy=remedy)]
-    if stuck:
+    if run.stuck:
         waiting = [rank for rank, tape in enumerate(tapes) if tape is None]
         last = [(rank, calls[rank][-1]) for rank in waiting if calls[rank]]
         shown = "; ".join(f"rank {rank}: {_said(line)}" for rank, line in last) or "before any collective"
@@ -239,29 +238,16 @@ def forgive_rounding(context: Context, wrong: Sequence[Got]) -> bool:
     return forgiven
 
 
-def judged(
-    tapes: Sequence[Tape | None],
-    calls: Sequence[Sequence[str]],
-    output: Sequence[str],
-    *,
-    stuck: bool,
-    killed: Mapping[int, int],
-    ranks: int,
-    see: Callable[[Context], None] = lambda _: None,
-) -> Verdict:
+def judged(run: Recording, see: Callable[[Context], None] = lambda _: None) -> Verdict:
     """What is wrong with a program that was recorded.
 
     Args:
-        tapes: of each rank; None where it did not end.
-        calls: each rank's collectives, as its log has them.
-        output: what each rank printed.
-        stuck: whether the ranks were ended.
-        killed: the signals that killed ranks before that, by rank.
-        ranks: how many there are.
+        run: what its ranks left.
         see: is shown each step that is judged.
     """
+    tapes, ranks = run.tapes, len(run.tapes)
     linecache.checkcache()  # a script may have been written anew since another run of this process
-    found = endings(tapes, calls, output, stuck, killed)
+    found = endings(run)
     notes: list[str] = []
     followed = list[int]()
     there = [tape for tape in tapes if tape is not None]
@@ -291,11 +277,11 @@ def judged(
                 break
             if segment.manual_calls and not more:
                 more = parted(there, segment, every[number : number + 1])
-            found += more
+            found += [replace(each, step=number) for each in more]
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
         if not found:
-            found += reported(there, output)
+            found += reported(there, run.output)
         unseen, of_unseen = parted_unseen(there)
         found += unseen
         notes += of_unseen
@@ -318,11 +304,28 @@ def judged(
         notes.append(
             "no step was seen along the gradients of a backward: they are not compared with the true ones"
         )
-    failed = stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
+    failed = run.stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
     status: Status = "stopped" if failed else "complete"
     return Verdict(
-        _once(found), tuple(dict.fromkeys(notes)), ranks, steps, {}, status, min(steps, len(followed))
+        _once(found),
+        tuple(dict.fromkeys(notes)),
+        ranks,
+        steps,
+        {},
+        status,
+        min(steps, len(followed)),
+        sum(tape.memory for tape in there) + most_memory(),
+        _redistributed(there),
     )
+
+
+def _redistributed(tapes: Sequence[Tape]) -> tuple[Redistribution, ...]:
+    """What DTensor redistributed by itself, and how often on the rank that did it most often."""
+    most: Counter[tuple[Place | None, str, str, str, int]] = Counter()
+    for tape in tapes:
+        for (site, operator, before, after, size), times in tape.redistributions.items():
+            most |= Counter({(with_text(tape.places, site), operator, before, after, size): times})
+    return tuple(Redistribution(*what, times) for what, times in most.items())
 
 
 def left_over(tapes: Sequence[Tape], every: Sequence[Segment]) -> list[str]:
