@@ -113,9 +113,9 @@ def _idle_ranks_stop() -> Iterator[None]:
 def _signal(pools: Pools, key: tuple[int, str], number: signal.Signals) -> None:
     """Send a signal to the processes of a pool."""
     pool = pools._pools.get(key)
-    for process in getattr(pool and pool._ranks, "_processes", ()):
-        if process.poll() is None:
-            os.kill(process.pid, number)
+    for rank, template in enumerate(getattr(pool and pool._ranks, "_templates", ())):
+        if template.exit_code(rank) is None:
+            os.kill(template.pids[rank], number)
 
 
 @pytest.fixture(autouse=True)

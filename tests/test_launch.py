@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import gradmesh.launch  # noqa: F401 - the module; the package may export a function of that name
 from gradmesh.errors import ArgumentError, RankError
-from gradmesh.launch import Ranks, launch
+from gradmesh.launch import Ranks, launch, process_ranks
 
 launch_module = sys.modules["gradmesh.launch"]
 
@@ -352,15 +352,37 @@ def test_success_and_failure_leave_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.fresh_ranks
+def test_ranks_are_forked_from_one_process_and_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> tuple[int, float, float, int]:
+        import random
+
+        import numpy as np
+
+        return os.getppid(), random.random(), float(np.random.rand()), torch.initial_seed()
+
+    def unlike(of: list[tuple[int, float, float, int]]) -> list[int]:
+        return [len(set(each)) for each in zip(*of, strict=True)]
+
+    assert unlike(launch(drawn, 3)) == [1, 3, 3, 1]
+    assert launch(os.getppid, 3) != [os.getpid()] * 3
+    monkeypatch.setattr(process_ranks, "FORKS", False)
+    assert unlike(launch(drawn, 3)) == [1, 3, 3, 1]
+    assert launch(os.getppid, 3) == [os.getpid()] * 3
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_launcher_ends_the_ranks(ended_by: signal.Signals, tmp_path: Path) -> None:
     # A script without a main guard, whose function only it has.
     code = f"""
-        import os, time, torch.distributed as dist
+        import os, signal, time, torch.distributed as dist
         from pathlib import Path
         from gradmesh.launch import launch
         def stay():
             Path({str(tmp_path)!r}, f"rank{{dist.get_rank()}}").write_text(str(os.getpid()))
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)  # it does not notice anything
             time.sleep(600)
         launch(stay, 2)
     """

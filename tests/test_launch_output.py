@@ -148,16 +148,14 @@ def shown(*commands: str, prefix: bool | None = None, until: str | None = None) 
     programs = []
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for rank, command in enumerate(commands):
-            programs.append(
-                subprocess.Popen(
-                    ["bash", "-c", command],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    start_new_session=True,
-                )
+            (out_end, write_out), (err_end, write_err) = os.pipe(), os.pipe()
+            started = subprocess.Popen(
+                ["bash", "-c", command], stdout=write_out, stderr=write_err, start_new_session=True
             )
-            pipes.add(rank, programs[-1])
+            programs.append(started)
+            pipes.add(rank, out_end, err_end)
+            os.close(write_out)
+            os.close(write_err)
         try:
             deadline = time.monotonic() + 60
             while until not in out.getvalue() if until else any(p.poll() is None for p in programs):

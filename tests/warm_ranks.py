@@ -1,10 +1,10 @@
-"""Processes of ranks forked from one that has imported torch, in place of new interpreters.
+"""Templates of ranks forked from a process that has imported torch, in place of new interpreters.
 
-The import takes two to three seconds of CPU time for each rank. A test that is about the start of ranks, or that sets a
+The import takes a second of CPU time or more for each world. A test that is about the start of ranks, or that sets a
 variable that Python or torch read when they are imported, gets new interpreters: `fresh_ranks`.
 
 `Processes.popen` stands for `subprocess.Popen` in `gradmesh.launch.process_ranks`. The server forks a keeper for each
-rank, which forks the rank and reports its exit status, because only a parent can wait for a process.
+process, which forks it and reports its exit status, because only a parent can wait for a process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "MKL", "KMP", "LD_", "MALLOC")  # gradmesh's are read when first needed
 _HIGH = 300
@@ -45,11 +45,9 @@ def _imported(environment: Mapping[str, str]) -> dict[str, str]:
 class WarmProcess:
     """What `gradmesh.launch` uses of a `subprocess.Popen`."""
 
-    def __init__(self, command: Sequence[str], status: int, stdout: int, stderr: int) -> None:
+    def __init__(self, command: Sequence[str], status: int) -> None:
         self.args = command
         self.returncode: int | None = None
-        self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
-        self.stderr: IO[bytes] = os.fdopen(stderr, "rb", buffering=0)
         self._status = status
         self.pid: int = struct.unpack("i", os.read(status, 4))[0]
 
@@ -94,21 +92,25 @@ class Processes:
         if self.fresh or _imported(environment) != _imported(self._environment):
             return subprocess.Popen(command, **options)
         with self._lock:
-            return self._fork(command, environment, options["pass_fds"])
+            standard = options["stdout"], options["stderr"]
+            return self._fork(command, environment, standard, options["pass_fds"])
 
     def _fork(
-        self, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[int]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        standard: tuple[int, int],
+        passed: Sequence[int],
     ) -> WarmProcess:
         _, connection = self._server or self._start(command[:-2])
-        out, err, status = os.pipe(), os.pipe(), os.pipe()
-        given = [out[1], err[1], status[1], *passed]
+        status = os.pipe()
+        given = [*standard, status[1], *passed]
         request = pickle.dumps((command[-1], dict(environment), passed, os.getcwd()))
         descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))]
         connection.sendmsg([struct.pack("q", len(request))], descriptors)
         connection.sendall(request)
-        for fd in given[:3]:
-            os.close(fd)
-        return WarmProcess(command, status[0], out[0], err[0])
+        os.close(status[1])
+        return WarmProcess(command, status[0])
 
     def close(self) -> None:
         """End the server."""
@@ -151,7 +153,7 @@ def serve(number: int) -> None:
     gc.collect()
     connection = socket.socket(fileno=number)
     while True:
-        head, fds, _, _ = socket.recv_fds(connection, 8, 16)
+        head, fds, _, _ = socket.recv_fds(connection, 8, 250)
         if not head:
             os._exit(0)
         with contextlib.suppress(ChildProcessError):
@@ -208,7 +210,7 @@ def _keep(
 
 
 def _run(code: str, names: dict[str, Any]) -> None:
-    """In a rank: run its code and exit, as `multiprocessing` does without the teardown of modules, which takes long."""
+    """Run the code and exit, as `multiprocessing` does without the teardown of modules, which takes long."""
     status = 0
     try:
         exec(code, names)

@@ -50,6 +50,7 @@ PAGES = {
     "docs/reports/overlap.svg": "tools.overlap.__main__",
     "docs/reports/published.md": "tools.published",
     "docs/reports/simulator.md": "tools.simulator.figures",
+    "docs/reports/start.md": "benchmarks.start",
     "docs/rules": "tools.rules",
     "docs/tutorials": "tools.notebooks",
     "docs/versions.md": "tools.versions",

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -148,10 +147,10 @@ class OutputPipes:
         self._screens = {"stdout": Screen(lambda: sys.stdout), "stderr": Screen(lambda: sys.stderr)}
         self._pipes: dict[int, _Pipe] = {}
 
-    def add(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Read the output of a process, which was started with two pipes."""
-        for name, screen in self._screens.items():
-            file: IO[bytes] = getattr(process, name)
+    def add(self, rank: int, *pipes: int) -> None:
+        """Read a rank's standard output and standard error from these file descriptors."""
+        for pipe, screen in zip(pipes, self._screens.values(), strict=True):
+            file = os.fdopen(pipe, "rb", buffering=0)
             os.set_blocking(file.fileno(), False)
             self._pipes[file.fileno()] = _Pipe(
                 file,

@@ -5,6 +5,10 @@ torch's TCPStore listens on every interface without authentication, so that any 
 file needs no port. On Linux it is an anonymous file in memory (`memfd_create`), which the ranks inherit as a file
 descriptor and which disappears with the last of them; elsewhere it is in a folder that only this user can access.
 
+On Linux the ranks of a world are forked from one process that has imported torch, the template: the import takes a
+second of a processor and most of a rank's memory. Ranks that may use NCCL, and those on other systems, are processes of
+their own: a process that has initialized CUDA, or a framework of macOS, must not fork.
+
 The main program of a process rank. Its parent is the process that owns the `ProcessRanks`.
 A thread reads the parent's messages, to exit immediately when the parent is gone, and to report the stack of the main
 thread while that is busy.
@@ -16,8 +20,10 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import io
 import itertools
+import math
 import os
 import pickle
 import queue
@@ -30,7 +36,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -97,6 +103,8 @@ def join_only(path: str, size: int) -> None:
 
 _QUIET = 5.0
 """Seconds of a run after which the hang detector runs although no rank has returned."""
+FORKS = sys.platform == "linux"
+"""Whether ranks are forked from a template."""
 _CPU_BACKENDS = ("shm", "gloo")
 """Backends that need CPU time to make progress, so that an idle wait is a hang."""
 _EXIT_GRACE = 10.0
@@ -104,6 +112,51 @@ _EXIT_GRACE = 10.0
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _EXIT_POLL = 0.02
 """Seconds between two checks whether it has exited."""
+
+_Ends = tuple[int, int, int]
+"""A rank's file descriptors: its connection to the parent, its standard output, its standard error."""
+
+
+class _Template:
+    """What the parent knows of the process that several ranks are forked from, or that is a rank itself.
+
+    Args:
+        process: the process.
+        reports: its connection; None if it is a rank.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], reports: Connection[Any, Any] | None) -> None:
+        self._process, self._reports = process, reports
+        self.pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+
+    def exit_code(self, rank: int, timeout: float | None = 0.0) -> int | None:
+        """The exit code of a rank, negative for a signal; None if it still runs after some seconds."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self._reports is not None and rank not in self._codes:
+            if not self._reports.poll(None if timeout is None else max(0.0, end - time.monotonic())):
+                return None
+            try:
+                self.pids, self._codes = self._reports.recv()
+            except (EOFError, OSError):  # it was killed: its ranks end with their connections
+                return self._process.wait()
+        if self._reports is not None:
+            return self._codes[rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout)
+        return None
+
+    def kill(self, rank: int) -> None:
+        """Kill the process group of a rank, which may outlive it; the template if it has not forked yet."""
+        self.exit_code(rank)
+        with contextlib.suppress(OSError):
+            os.killpg(self.pids.get(rank, self._process.pid), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let the process end."""
+        if self._reports is not None:
+            self._reports.close()
+        self._process.wait()
 
 
 class ProcessRanks:
@@ -114,7 +167,8 @@ class ProcessRanks:
         self.alive = True
         self.timeout = timeout
         self._on_cpu = backend in _CPU_BACKENDS
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._templates: list[_Template] = []
+        """That of each rank."""
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()
@@ -122,8 +176,8 @@ class ProcessRanks:
         # For programs that create a store from the environment.
         self._port = self._held.enter_context(held_port())
         try:
-            for rank in range(size):
-                self._start(rank, backend)
+            for ranks in [range(size)] if FORKS and self._on_cpu else [[rank] for rank in range(size)]:
+                self._start(ranks, backend)
             self._collect("ready", START_LIMIT).values()
         except BaseException:
             self.kill()
@@ -152,7 +206,7 @@ class ProcessRanks:
                     with contextlib.suppress(OSError):
                         pipe.send(("exit", b""))
                 deadline = time.monotonic() + _EXIT_GRACE
-                while any(process.poll() is None for process in self._processes):
+                while None in [each.exit_code(rank) for rank, each in enumerate(self._templates)]:
                     if time.monotonic() > deadline:
                         break
                     # Read the output of exiting ranks, which would block on a full pipe.
@@ -163,11 +217,12 @@ class ProcessRanks:
     def kill(self) -> None:
         """Kill every process and its child processes."""
         self.alive = False
-        for process in self._processes:
-            # A rank leads a process group, which may outlive it.
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for rank, template in enumerate(self._templates):
+            template.kill(rank)
+        for rank, template in enumerate(self._templates):
+            template.exit_code(rank, None)
+        for template in set(self._templates):
+            template.close()
         try:
             # Show the remaining output; a failure to do so must not hide the ranks' errors.
             with contextlib.suppress(OSError, ValueError):
@@ -178,16 +233,14 @@ class ProcessRanks:
             self._held.close()
             for pipe in self._pipes:
                 pipe.close()
-            self._processes, self._pipes = [], []
+            self._templates, self._pipes = [], []
 
-    def _start(self, rank: int, backend: str) -> None:
-        parent_end, rank_end = Pipe()
-        self._pipes.append(parent_end)
+    def _start(self, ranks: Sequence[int], backend: str) -> None:
+        """Start a process that becomes a rank, or forks several."""
         environment = {
             **os.environ,
-            "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(ranks[0]),
             "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
@@ -197,25 +250,37 @@ class ProcessRanks:
         if sys.platform in _LOOPBACK:
             # Gloo listens on this interface without authentication.
             environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
-        # Set sys.path before any import. multiprocessing is not used, because it would run __main__ again.
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.process_ranks import main; "
-            f"main({rank_end.fileno()}, {backend!r}, {self.timeout!r}, {self._store.path!r})"
-        )
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        with rank_end:
+        with contextlib.ExitStack() as theirs:
+            ends: dict[int, _Ends] = {}
+            for rank in ranks:
+                parent_end, rank_end = Pipe()
+                self._pipes.append(parent_end)
+                (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+                self._output.add(rank, out, err)
+                ends[rank] = (theirs.enter_context(rank_end).fileno(), out_end, err_end)
+                theirs.callback(os.close, out_end)
+                theirs.callback(os.close, err_end)
+            reports, told = Pipe() if len(ranks) > 1 else (None, None)
+            if told is not None:
+                theirs.enter_context(told)
+            last = [] if told is None else [told.fileno()]
+            # Set sys.path before any import. multiprocessing is not used, because it would run __main__ again.
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.process_ranks import start; "
+                f"start({ends!r}, {last!r}, {backend!r}, {self.timeout!r}, {self._store.path!r})"
+            )
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            _, out_end, err_end = ends[ranks[0]]
             process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code],
                 env=environment,
-                pass_fds=[rank_end.fileno(), *self._store.descriptors],
+                pass_fds=[*(fd for own in ends.values() for fd in own), *last, *self._store.descriptors],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
+                stdout=out_end,
+                stderr=err_end,
                 start_new_session=True,  # Ctrl-C reaches only the parent, which stops the ranks
             )
-        self._processes.append(process)
-        self._output.add(rank, process)
+        self._templates += [_Template(process, reports)] * len(ranks)
 
     def _collect(self, expected: str, timeout: float | None) -> Outcome:
         """Wait for the answers of all ranks, a failure, a hang or the timeout."""
@@ -232,7 +297,7 @@ class ProcessRanks:
             for rank in [pipes[pipe] for pipe in ready if isinstance(pipe, Connection)]:
                 self._read(rank, expected, outcome, probe)
             for rank in outcome.missing:
-                if self._processes[rank].poll() is not None and not self._pipes[rank].poll():
+                if self._templates[rank].exit_code(rank) is not None and not self._pipes[rank].poll():
                     outcome.failures.append(self._death(rank))
             quiet = self._on_cpu and expected == "returned" and time.monotonic() - begin > _QUIET
             if (outcome.results or quiet) and outcome.missing and not outcome.failures:
@@ -275,10 +340,8 @@ class ProcessRanks:
             self._pipes[rank].send((question, b""))
 
     def _death(self, rank: int) -> Failure:
-        process = self._processes[rank]
-        try:
-            code = process.wait(_EXIT_GRACE)
-        except subprocess.TimeoutExpired:
+        code = self._templates[rank].exit_code(rank, _EXIT_GRACE)
+        if code is None:
             return Failure(
                 rank, "a closed pipe", "its process closed the connection to the launcher but still runs"
             )
@@ -336,6 +399,59 @@ class _Parent:
                     self.calls.put(payload if kind == "call" else None)
         except (EOFError, OSError):
             os._exit(1)  # the parent is gone
+
+
+def start(
+    ends: Mapping[int, _Ends], reports: Sequence[int], backend: str, timeout: float | None, store: str
+) -> None:
+    """Fork the ranks, and report their pids and the exit codes of those that have ended; or become the only rank."""
+    gc.freeze()  # a rank that ends would copy all memory to collect it
+    pids: dict[int, int] = {}
+    opened = {fd for own in ends.values() for fd in own}
+    for rank, own in ends.items():
+        pid = os.fork() if reports else 0
+        if not pid:
+            _become(rank, own, opened.union(reports))
+            main(own[0], backend, timeout, store)
+            return
+        pids[rank] = pid
+    for fd in opened:
+        os.close(fd)
+    parent: Connection[Any, Any] = Connection(reports[0])
+    codes, sending = dict[int, int](), threading.Lock()
+
+    def watch(rank: int, pid: int) -> None:
+        # It is not reaped before the parent has killed its process group, whose id it is.
+        how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert how is not None
+        with sending, contextlib.suppress(OSError):
+            codes[rank] = how.si_status * (1 if how.si_code == os.CLD_EXITED else -1)
+            parent.send((pids, codes))
+
+    parent.send((pids, codes))
+    for each in pids.items():
+        threading.Thread(target=watch, args=each, daemon=True).start()
+    with open(os.devnull, "wb") as nothing:  # in place of rank 0's, which end with that
+        for standard in (1, 2):
+            os.dup2(nothing.fileno(), standard)
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv()  # the parent closes it
+    for pid in pids.values():
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _become(rank: int, own: _Ends, opened: Iterable[int]) -> None:
+    """Make this process the one of a rank, which leads a process group."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    for end, standard in zip(own[1:], (1, 2), strict=True):
+        os.dup2(end, standard)
+    for fd in set(opened) - {own[0]}:
+        os.close(fd)
+    if "numpy.random" in sys.modules:  # Python seeds its own generator anew
+        sys.modules["numpy.random"].seed()
 
 
 def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
