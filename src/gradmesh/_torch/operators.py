@@ -33,12 +33,14 @@ __all__ = [
     "is_random",
     "is_view",
     "local_part",
+    "namespaces",
     "need_dispatch",
     "out_arguments",
     "profiler_of_all_threads",
     "redistribution_observer",
     "reduction_of",
     "refuse_without_reductions",
+    "run_kernel",
     "version_of",
     "written",
 ]
@@ -135,6 +137,21 @@ def local_part(x: Any) -> Any:
     `to_local` is an operation, which modes that watch a program see.
     """
     return _LOCAL.of(x, x)
+
+
+_OPENED = "gradmesh check of a script with operators of its own"
+_names = required("torch._C._dispatch_get_all_op_names", _OPENED)
+_keys, _key = (required(f"torch._C.{name}", _OPENED) for name in ("DispatchKeySet", "_parse_dispatch_key"))
+
+
+def namespaces() -> frozenset[str]:
+    """The namespaces of operators that exist in this process."""
+    return frozenset(name.partition("::")[0] for name in _names())
+
+
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Tensor) -> Any:
+    """Call what implements an operator for a tensor, whose own operators are dispatched as those of a program."""
+    return func.redispatch(_keys(_key(operand.device.type.upper())), *args, **kwargs)
 
 
 _EXPLICIT = Attribute(

@@ -30,8 +30,10 @@ from gradmesh._torch.operators import (
     group_behind,
     is_random,
     local_part,
+    namespaces,
     redistribution_observer,
     reduction_of,
+    run_kernel,
     version_of,
     written,
 )
@@ -322,10 +324,12 @@ class Numbering:
         owner = self._owner(x)
         if owner is None or (owner.is_leaf and not self.calls and not x.requires_grad):
             return None  # `.data` of a parameter
-        of = self._known[owner].id
-        number = self._number(x, True)
-        shape, stride = tuple(x.shape), tuple(x.stride())
-        self.tape.events.append(Alias(number, of, shape, stride, int(x.storage_offset())))
+        return self._viewed(x, self._known[owner].id, True)
+
+    def _viewed(self, x: Tensor, of: int, active: bool) -> int:
+        number = self._number(x, active)
+        part = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
+        self.tape.events.append(Alias(number, of, *part, x.is_complex()))
         return number
 
     def _owner(self, x: Tensor) -> Tensor | None:
@@ -427,13 +431,7 @@ class Numbering:
     def _view(self, x: Tensor) -> int | None:
         base = base_of(x)
         known = None if base is None else self._known.get(base)
-        if known is None:
-            return None
-        number = self._number(x, True)
-        self.tape.events.append(
-            Alias(number, known.id, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
-        )
-        return number
+        return None if known is None else self._viewed(x, known.id, True)
 
     def target(self, x: Tensor) -> int:
         """The number of a tensor that is about to be written to, with the memory that it is a view of."""
@@ -441,12 +439,7 @@ class Numbering:
         is_data = known is None or not (known.active or known.leaf or known.spoilt)
         if is_data and (base := base_of(x)) is not None:
             known = self._known.get(base)
-            whole = self.ref(base) if known is None else known.id
-            number = self._number(x, False)
-            self.tape.events.append(
-                Alias(number, whole, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
-            )
-            return number
+            return self._viewed(x, self.ref(base) if known is None else known.id, False)
         return self.ref(x)
 
     def _holds_gradients(self, x: Tensor) -> None:
@@ -676,7 +669,7 @@ class Recorder(Numbering, DispatchMode):
         self._handed: list[tuple[Sent, list[Tensor]]] | None = []
         """What broadcasts and sums take before the first backward, whose memory is not used again until then."""
         self._log = log.open("w", buffering=1) if log else None
-        self._sees_redistributions = False
+        self._sees_redistributions, self._namespaces = False, namespaces()
 
     # -- what torch calls ----------------------------------------------------------------------------------------
 
@@ -696,6 +689,10 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
+        operand = next(tensors_in((args, kwargs)), None)
+        if func.namespace not in self._namespaces and operand is not None:
+            with self:  # the process that runs it again does not have the operator
+                return run_kernel(func, args, kwargs, operand)
         if self.stepping:
             return self.mixing.follow(func, args, kwargs)
         if self.received is not None and written(func):

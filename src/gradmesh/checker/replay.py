@@ -425,8 +425,7 @@ class Rank:
                 else:
                     self.tensors[event.id] = value.clone()
             elif isinstance(event, Alias):
-                of = self.tensors[event.of]
-                self.tensors[event.id] = of.as_strided(event.shape, event.stride, event.offset)
+                self.tensors[event.id] = event.view(self.tensors[event.of])
             elif isinstance(event, Op):
                 self._operate(event)
             elif isinstance(event, Sent):

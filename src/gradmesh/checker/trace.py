@@ -59,13 +59,23 @@ class ProgramInput:
 
 @dataclass(slots=True)
 class Alias:
-    """Another view of a tensor's memory that no recorded operator made."""
+    """Another view of a tensor's memory that no recorded operator made; as complex numbers, or as their parts."""
 
     id: int
     of: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_complex: bool = False
+
+    def view(self, of: Tensor) -> Tensor:
+        """The view of that tensor."""
+        if of.is_complex() == self.is_complex:
+            return of.as_strided(self.shape, self.stride, self.offset)
+        if of.is_complex():
+            return torch.view_as_real(of).as_strided(self.shape, self.stride, self.offset)
+        parts = [2 * stride for stride in self.stride]
+        return torch.view_as_complex(of.as_strided((*self.shape, 2), (*parts, 1), 2 * self.offset))
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@
 **Ranks.** The parent is the process that calls `launch`. With `backend="threads"` a rank is a thread of the parent
 (`thread_ranks`), and the process groups are those of `gradmesh.backends.threads`. With any other backend a rank is a
 process (`process_ranks`) that runs `process_ranks.main` and never imports the parent's main module: a fresh interpreter
-with the parent's flags, environment and `sys.path`, or forked from one. The ranks rendezvous through a file that only they can
-open. A rank joins the default process group once and serves calls until the parent ends it.
+with the parent's flags, environment and `sys.path`, or forked from one. The ranks rendezvous through a file that only
+they can open. A rank joins the default process group once and serves calls until the parent ends it.
 
 **Functions and results.** A thread gets the function and arguments as the same objects, and returns its result as the
 same object. A process gets them pickled through a pipe: by name if a fresh interpreter can import that name

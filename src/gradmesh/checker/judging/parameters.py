@@ -800,6 +800,48 @@ def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: d
                     return True
             if (name in MOVES or name in ("add", "add_")) and summed.intersection(taken):
                 summed.update(event.outs)
+    others = [
+        [each for each in parts if each.rank == part.rank] for parts in by_name.values() if not _alike(parts)
+    ]
+    return _scales_norm(
+        segment.parts[part.rank], part.ids, [n for own in others for each in own for n in each.ids]
+    )
+
+
+def _alike(parts: Sequence[Part]) -> bool:
+    """Whether ranks have a parameter in common, as far as its value says."""
+    first = parts[0].param.value
+    same = (p.param.value.shape == first.shape and torch.equal(p.param.value, first) for p in parts)
+    return len(parts) > 1 and all(same)
+
+
+def _scales_norm(events: Sequence[Event], ids: Iterable[int], own: Iterable[int]) -> bool:
+    """Whether a parameter multiplies what was divided by its root mean square, as in an RMSNorm of several operators.
+
+    What is made of parameters that differ between ranks may be some of the features, each with a scale of its own,
+    until it is sent. A mean square that is summed over ranks is that of such features too.
+    """
+    mine, apart, means, roots, normed = set(ids), set(own), set[int](), set[int](), set[int]()
+    for event in events:
+        if isinstance(event, Sent):
+            for each in (apart, means, roots, normed):
+                each.difference_update(event.outs)
+        elif isinstance(event, (Alias, Op)) and (taken := set(refs(event))):
+            outs = event.outs if isinstance(event, Op) else [event.id]
+            name = event.name.split(".")[1].rstrip("_") if isinstance(event, Op) else "alias"
+            if name == "mul" and taken & mine and taken & normed:
+                return True
+            for each in (mine, means, roots, normed):
+                if taken <= each:
+                    each.update(outs)
+            if taken & apart:
+                apart.update(outs)
+            elif name in ("mul", "div") and taken & roots:
+                normed.update(outs)
+            if name in ("mean", "sum", "var", "linalg_vector_norm"):
+                means.update(outs)
+            if "norm" in name or (name in ("rsqrt", "sqrt", "pow") and taken <= means):
+                roots.update(outs)
     return False
 
 

@@ -264,7 +264,9 @@ def masks(context: Context) -> list[Finding]:
             others = [n for n in taken if n not in masks and n not in leaves]
             operand = context.tensor(rank, others[0]) if others else None
             # A mask has nothing in it but zero and one other number.
-            if mask is None or operand is None or mask.value.numel() < 4 or len(mask.value.unique()) > 2:
+            if mask is None or operand is None or mask.value.numel() < 4 or mask.value.is_complex():
+                continue
+            if len(mask.value.unique()) > 2:
                 continue
             place = str(context.place(rank, event.site))
             nth = sum(1 for key in own if key[:2] == (event.name, place))
