@@ -1,6 +1,6 @@
 """Check the training loops, losses and layers of other libraries.
 
-$ python -m tools.libraries                          # all; six minutes on two cores, and the environment
+$ python -m tools.libraries                          # all; eight minutes on two cores, and the environment
 $ python -m tools.libraries --only trl open_clip     # these libraries
 $ python -m tools.libraries --environments FOLDER    # where the environment is, or is made
 $ python -m tools.libraries --page                   # the page alone, of what was measured
@@ -80,6 +80,19 @@ PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "peft": ("peft_adapters", {"lora": "LoRA, DDP", "dora": "DoRA, DDP", "lora fsdp2": "LoRA, FSDP2"}),
+    "torchtitan": (
+        "torchtitan_models",
+        {
+            "fsdp2": "Llama 3, FSDP2",
+            "hsdp": "the same, HSDP",
+            "tp": "the same, tensor parallel",
+            "tp+sp": "the same, tensor and sequence parallel",
+            "tp+sp chunked": "the same, loss in parts of the sequence",
+            "pp": "the same, pipeline, 1F1B",
+            "moe": "Qwen 3 with experts, FSDP2",
+            "ep": "the same, expert parallel",
+        },
+    ),
     "transformers": ("transformers_trainer", {"": "Trainer, uneven texts, two micro-batches"}),
     "trl": (
         "trl_trainers",
@@ -140,9 +153,9 @@ def page(data: dict[str, Any]) -> str:
     said = [line for row in rows for line in _details(row)]
     parts += ["## What was found", "\n".join(said)] if said else []
     parts.append(
-        "torchtitan 0.3.0 is not among them: its models import Triton, which there is for GPUs alone. All findings and "
-        "notes are in [libraries.json](reports/libraries.json). Repeat it with `python -m tools.libraries`, some with "
-        "`--only trl`. A finding as it can be reported: [a contrastive loss](models/clip-loss.md)."
+        "Of torchtitan's backends `partial_dtensor` is checked: its default, `spmd_types`, needs a newer torch for FSDP, "
+        "and its context parallelism a GPU. All findings and notes are in [libraries.json](reports/libraries.json). "
+        "Repeat it with `python -m tools.libraries`, some with `--only trl`. A finding as it can be reported: [a contrastive loss](models/clip-loss.md)."
     )
     return "\n\n".join([*parts, END]) + "\n"
 
