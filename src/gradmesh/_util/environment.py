@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Generic, TypeVar
 
-from gradmesh.errors import ArgumentError, MissingExtraError, message
+from gradmesh.errors import ArgumentError, MissingExtraError
 
 T = TypeVar("T")
 
@@ -57,13 +57,11 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ArgumentError(
-                message(
-                    f"invalid value of the environment variable {self.name}",
-                    expected=self.expected,
-                    got=f"{self.name}={text!r}",
-                    remedy=f"unset it, or set it to its default: export {self.name}={self.default}",
-                )
+            raise ArgumentError.of(
+                f"invalid value of the environment variable {self.name}",
+                expected=self.expected,
+                got=f"{self.name}={text!r}",
+                remedy=f"unset it, or set it to its default: export {self.name}={self.default}",
             ) from None
 
     def forget(self) -> None:
@@ -169,12 +167,10 @@ def require(extra: str, who: str) -> None:
         MissingExtraError: it is not installed.
     """
     if absent := missing(extra):
-        raise MissingExtraError(
-            message(
-                "an optional dependency is not installed",
-                op=who,
-                expected=", ".join(EXTRAS[extra]),
-                got="not installed: " + ", ".join(absent),
-                remedy=f"pip install 'gradmesh[{extra}]'",
-            )
+        raise MissingExtraError.of(
+            "an optional dependency is not installed",
+            op=who,
+            expected=", ".join(EXTRAS[extra]),
+            got="not installed: " + ", ".join(absent),
+            remedy=f"pip install 'gradmesh[{extra}]'",
         )

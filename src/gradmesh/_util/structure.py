@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 """A tensor, or a structure of them."""
@@ -65,15 +65,13 @@ def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, 
     if isinstance(x, Tensor):
         return [(name, x)]
     if not is_structure(x):
-        raise ArgumentError(
-            message(
-                f"{name} must be a tensor",
-                op=verb,
-                axis=axis,
-                expected="a tensor, or a (nested) tuple, list or dict of tensors",
-                got=f"{name} of type {type(x).__name__}",
-                remedy=f"remove it, or convert it with torch.as_tensor({name})",
-            )
+        raise ArgumentError.of(
+            f"{name} must be a tensor",
+            op=verb,
+            axis=axis,
+            expected="a tensor, or a (nested) tuple, list or dict of tensors",
+            got=f"{name} of type {type(x).__name__}",
+            remedy=f"remove it, or convert it with torch.as_tensor({name})",
         )
     inside = x.items() if isinstance(x, dict) else enumerate(cast("Sequence[object]", x))
     return [leaf for key, value in inside for leaf in leaves(value, verb, axis, f"{name}[{key!r}]")]

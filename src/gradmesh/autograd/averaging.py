@@ -591,13 +591,11 @@ def _refuse(
     remedy: str,
     expected: str = "a module whose gradients DDP or FSDP averages, True, False, or a number of ranks",
 ) -> NoReturn:
-    raise ArgumentError(
-        message(
-            "cannot determine how many ranks gradients are averaged over",
-            op="objective",
-            axis=str(axis),
-            expected=expected,
-            got=got,
-            remedy=remedy,
-        )
+    raise ArgumentError.of(
+        "cannot determine how many ranks gradients are averaged over",
+        op="objective",
+        axis=str(axis),
+        expected=expected,
+        got=got,
+        remedy=remedy,
     )

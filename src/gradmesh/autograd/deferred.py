@@ -34,7 +34,7 @@ from gradmesh._torch import (
 )
 from gradmesh._util.call_sites import Site, show_site
 from gradmesh.autograd.traced import Traced
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError
 from gradmesh.ops.all_gather import ReduceScatter
 from gradmesh.ops.all_reduce import AllReduceInvariant
 from gradmesh.ops.base import LinearOp, SameShape
@@ -339,17 +339,15 @@ def _refuse_freed(deferred: list[DeferredReduction]) -> None:
     freed = [entry for entry in deferred if entry.leaf.numel() and not entry.leaf.untyped_storage().nbytes()]
     if freed:
         first = freed[0]
-        raise OrderError(
-            message(
-                "the memory of a parameter was freed before its deferred gradient reduction",
-                op="no_sync",
-                axis=str(first.op.axis),
-                expected="parameters whose memory stays allocated until the last micro-batch",
-                got=f"{first.op.verb} of a parameter of shape {list(first.leaf.shape)} that a wrapper such as "
-                "fully_shard has gathered and freed",
-                remedy="for parameters of fully_shard use module.set_requires_gradient_sync(False) instead, and "
-                "gradmesh.no_sync for the other parameters",
-            )
+        raise OrderError.of(
+            "the memory of a parameter was freed before its deferred gradient reduction",
+            op="no_sync",
+            axis=str(first.op.axis),
+            expected="parameters whose memory stays allocated until the last micro-batch",
+            got=f"{first.op.verb} of a parameter of shape {list(first.leaf.shape)} that a wrapper such as "
+            "fully_shard has gathered and freed",
+            remedy="for parameters of fully_shard use module.set_requires_gradient_sync(False) instead, and "
+            "gradmesh.no_sync for the other parameters",
         )
 
 
@@ -397,15 +395,13 @@ def _refuse_if_deferred(optimizer: Optimizer, *_: Any) -> None:
     ]
     if len(deferred) > _SHOWN:
         shown.append(f"and {len(deferred) - _SHOWN} more")
-    raise OrderError(
-        message(
-            "optimizer.step() called with deferred gradient reductions pending",
-            op="no_sync",
-            expected="a last micro-batch whose forward runs outside of no_sync(), before optimizer.step()",
-            got="\n".join(shown),
-            remedy="run the last micro-batch outside of the block; or use `with gradmesh.no_sync() as deferred:` and "
-            "call deferred.sync() to reduce now, or deferred.clear() to drop the gradients",
-        )
+    raise OrderError.of(
+        "optimizer.step() called with deferred gradient reductions pending",
+        op="no_sync",
+        expected="a last micro-batch whose forward runs outside of no_sync(), before optimizer.step()",
+        got="\n".join(shown),
+        remedy="run the last micro-batch outside of the block; or use `with gradmesh.no_sync() as deferred:` and "
+        "call deferred.sync() to reduce now, or deferred.clear() to drop the gradients",
     )
 
 
@@ -489,15 +485,13 @@ def no_sync() -> Iterator[DeferredGradients]:
         [9.0, 9.0]
     """
     if compiling():
-        raise OrderError(
-            message(
-                "no_sync() is not supported inside torch.compile",
-                op="no_sync",
-                expected="the block around the call of the compiled function",
-                got="the block inside it",
-                remedy="write `with gradmesh.no_sync(): loss = compiled(x)`; reductions of the compiled function run "
-                "immediately, with correct gradients",
-            )
+        raise OrderError.of(
+            "no_sync() is not supported inside torch.compile",
+            op="no_sync",
+            expected="the block around the call of the compiled function",
+            got="the block inside it",
+            remedy="write `with gradmesh.no_sync(): loss = compiled(x)`; reductions of the compiled function run "
+            "immediately, with correct gradients",
         )
     state = rank_state()
     known = state.of_thread.deferred

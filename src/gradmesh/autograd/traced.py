@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from gradmesh._torch import constant_to_compilers, keep_order_in_inductor, ordered_effect, resolve_group
 from gradmesh._util.caches import BoundedCache
-from gradmesh.errors import ArgumentError, OrderError, message
+from gradmesh.errors import ArgumentError, OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.neighbor import Picked
 from gradmesh.ops.permute import Extents
@@ -153,13 +153,11 @@ def _kind(name: str) -> type[Any]:
     if name not in _kinds:
         _kinds.update((kind.__name__, kind) for kind in _derived(Op))
     if name not in _kinds:
-        raise ArgumentError(
-            message(
-                f"the exported program calls an unknown op, {name}",
-                expected="an op of this version of gradmesh, or an imported subclass of Op",
-                got=repr(name),
-                remedy="import the module that defines the op, or export the program again with this version",
-            )
+        raise ArgumentError.of(
+            f"the exported program calls an unknown op, {name}",
+            expected="an op of this version of gradmesh, or an imported subclass of Op",
+            got=repr(name),
+            remedy="import the module that defines the op, or export the program again with this version",
         )
     return _kinds[name]
 

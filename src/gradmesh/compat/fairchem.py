@@ -57,7 +57,7 @@ from gradmesh.compat.gp_utils import (
 )
 from gradmesh.compat.gp_utils import cleanup_gp as _cleanup_groups
 from gradmesh.compat.ksuit import separate
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.nn.graph import GraphPlan, Rows, by_count, by_space
 from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner, failing
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
@@ -290,16 +290,14 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Te
 def _gather(input: Tensor, natoms: int, dst: Convention, name: str) -> Tensor:
     axis, total = gp_axis(), integer(natoms)
     if total is None or total < 0:
-        raise ArgumentError(
-            message(
-                "natoms must be an int >= 0",
-                op=f"compat.fairchem.{name}",
-                axis=str(axis),
-                expected="the number of atoms of all ranks, e.g. natoms=100",
-                got=f"natoms={natoms!r}",
-                remedy="if this is a dimension, the call is for fairchem-core up to 2.10: import\n"
-                "gradmesh.compat.gp_utils instead of gradmesh.compat.fairchem",
-            )
+        raise ArgumentError.of(
+            "natoms must be an int >= 0",
+            op=f"compat.fairchem.{name}",
+            axis=str(axis),
+            expected="the number of atoms of all ranks, e.g. natoms=100",
+            got=f"natoms={natoms!r}",
+            remedy="if this is a dimension, the call is for fairchem-core up to 2.10: import\n"
+            "gradmesh.compat.gp_utils instead of gradmesh.compat.fairchem",
         )
     sizes = size_list_fn(total, axis.size)
     padded = input.dim() > 0 and input.size(0) == sizes[0]
@@ -384,14 +382,12 @@ def resolve_gp_config_for_workers(
         return gp_config
     given = gp_config or GraphParallelConfig()
     if given.group_size not in (1, num_workers):
-        raise ArgumentError(
-            message(
-                "group_size differs from the number of workers",
-                op="compat.fairchem.resolve_gp_config_for_workers",
-                expected=f"group_size={num_workers}, or 1 (the default), which is replaced",
-                got=f"group_size={given.group_size}",
-                remedy="omit group_size",
-            )
+        raise ArgumentError.of(
+            "group_size differs from the number of workers",
+            op="compat.fairchem.resolve_gp_config_for_workers",
+            expected=f"group_size={num_workers}, or 1 (the default), which is replaced",
+            got=f"group_size={given.group_size}",
+            remedy="omit group_size",
         )
     return replace(given, group_size=num_workers)
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.transport.run import constants
@@ -189,15 +189,13 @@ def unshard(
     found = sizes_on(x, here, dim)
     expected = sizes_of(order, sum(found), here.size)
     if order == "zigzag" and found != expected:
-        raise ShapeError(
-            message(
-                "the ranks' shards do not have the sizes of a zigzag sequence",
-                op=call.verb,
-                axis=str(here),
-                expected=f"sizes {expected}",
-                got=f"sizes {found}",
-                remedy=f'shard it with gm.nn.sequence.shard(x, dim={dim}, order="zigzag")',
-            )
+        raise ShapeError.of(
+            "the ranks' shards do not have the sizes of a zigzag sequence",
+            op=call.verb,
+            axis=str(here),
+            expected=f"sizes {expected}",
+            got=f"sizes {found}",
+            remedy=f'shard it with gm.nn.sequence.shard(x, dim={dim}, order="zigzag")',
         )
     whole = all_gather(x, here, dim, dst=dst, sizes=found)
     if order == "plain":
@@ -211,14 +209,12 @@ def _order(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _known(order: object, verb: str, axis: str) -> Order:
     if order not in ("plain", "zigzag"):
-        raise ArgumentError(
-            message(
-                "unknown order",
-                op=f"nn.sequence.{verb}",
-                axis=axis,
-                expected='order="plain" or order="zigzag"',
-                got=f"order={order!r}",
-                remedy='omit it, or pass order="zigzag" for causal attention',
-            )
+        raise ArgumentError.of(
+            "unknown order",
+            op=f"nn.sequence.{verb}",
+            axis=axis,
+            expected='order="plain" or order="zigzag"',
+            got=f"order={order!r}",
+            remedy='omit it, or pass order="zigzag" for causal attention',
         )
     return order

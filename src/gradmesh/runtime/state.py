@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh import _torch
 from gradmesh.backends import threads
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError
 
 T = TypeVar("T")
 
@@ -85,14 +85,12 @@ class UnwaitedCalls:
         if not never:
             return
         self.abandon()
-        raise OrderError(
-            message(
-                "an async collective was never waited for",
-                op="async_op",
-                expected="wait() for each call with async_op=True",
-                got="\n".join(never),
-                remedy="keep the returned Pending and call y = pending.wait() where the result is needed",
-            )
+        raise OrderError.of(
+            "an async collective was never waited for",
+            op="async_op",
+            expected="wait() for each call with async_op=True",
+            got="\n".join(never),
+            remedy="keep the returned Pending and call y = pending.wait() where the result is needed",
         )
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from gradmesh._torch import profiler_of_all_threads, profiler_on
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.transport.run import SEEN, own_rank
 from gradmesh.verify.simulator.trace import Entry, metadata, table
 from gradmesh.verify.timelines import complete
@@ -281,15 +281,13 @@ def profiled() -> Iterator[Profile]:
     with _lock:
         if not _running:
             if profiler_on():
-                raise ArgumentError(
-                    message(
-                        "another profiler is running",
-                        op="profiled",
-                        expected="no other profiler in this process, since torch supports only one",
-                        got="a call inside of a torch.profiler.profile block",
-                        remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the "
-                        "same trace",
-                    )
+                raise ArgumentError.of(
+                    "another profiler is running",
+                    op="profiled",
+                    expected="no other profiler in this process, since torch supports only one",
+                    got="a call inside of a torch.profiler.profile block",
+                    remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the "
+                    "same trace",
                 )
             session = _Session()
             SEEN.clear()

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from gradmesh._torch import to_list, transforms_active
 from gradmesh._util.structure import Packed
-from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError
 from gradmesh.nn.attention import travel
 from gradmesh.nn.inputs import check_own_size, upcast
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -722,15 +722,13 @@ class LossInputs:
         self.sizes = self._counted(first, sizes, f"gather={gather!r}{extra}")  # None: all the same
         self.total: int = self.rows * self.axis.size if self.sizes is None else sum(self.sizes)
         if self.total == 0:  # every rank raises
-            raise ArgumentError(
-                message(
-                    "cannot compute the mean over zero samples",
-                    op=op,
-                    axis=str(self.axis),
-                    expected="at least 1 sample over all ranks",
-                    got="no samples on any rank",
-                    remedy="skip this step on every rank",
-                )
+            raise ArgumentError.of(
+                "cannot compute the mean over zero samples",
+                op=op,
+                axis=str(self.axis),
+                expected="at least 1 sample over all ranks",
+                got="no samples on any rank",
+                remedy="skip this step on every rank",
             )
 
     def _check(self, name: str, x: object, first: Tensor, dims: tuple[int, ...]) -> None:
@@ -789,16 +787,14 @@ class LossInputs:
         """Raise if a number differs between ranks by more than rounding and a few training steps explain."""
         low, high = min(of_ranks), max(of_ranks)
         if high - low > 0.01 * max(abs(low), abs(high), 1e-6):
-            raise MismatchError(
-                message(
-                    f"{name} differs between the ranks",
-                    op=self.op,
-                    axis=str(self.axis),
-                    expected=f"the same {name} on every rank: each rank computes a part of one loss",
-                    got="\n".join(f"rank {rank}: {name}={value:g}" for rank, value in enumerate(of_ranks)),
-                    remedy="initialize it with the same value on every rank; if it is learned, make it a parameter of "
-                    "the module that DDP or FSDP wraps, so that its gradients are averaged",
-                )
+            raise MismatchError.of(
+                f"{name} differs between the ranks",
+                op=self.op,
+                axis=str(self.axis),
+                expected=f"the same {name} on every rank: each rank computes a part of one loss",
+                got="\n".join(f"rank {rank}: {name}={value:g}" for rank, value in enumerate(of_ranks)),
+                remedy="initialize it with the same value on every rank; if it is learned, make it a parameter of "
+                "the module that DDP or FSDP wraps, so that its gradients are averaged",
             )
 
     def _size(self, tile: int | None) -> int | None:

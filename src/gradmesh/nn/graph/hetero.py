@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.autograd.pending import Pending, combined
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.nn.graph.plan import (
     Bound,
     Edges,
@@ -297,6 +297,4 @@ class HeteroPlan(Bound):
         if communicates:
             call = Call(f"{self.verb}.{communicates}", torch.empty(0), self.axis)
             call.fail(problem, expected=expected, got=got, remedy=remedy, kind=kind)
-        raise kind(
-            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
-        )
+        raise kind.of(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)

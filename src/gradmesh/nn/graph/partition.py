@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._util.environment import require
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.nn.graph.plan import checked_edges, is_table, shown
 from gradmesh.ops.sizes import balanced
 from gradmesh.verbs.call import integer
@@ -147,7 +147,7 @@ def ranks_of(value: object, who: str) -> int:
 
 def fail(who: str, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
     """Raise ArgumentError for a function that does not communicate."""
-    raise ArgumentError(message(problem, op=f"nn.graph.{who}", expected=expected, got=got, remedy=remedy))
+    raise ArgumentError.of(problem, op=f"nn.graph.{who}", expected=expected, got=got, remedy=remedy)
 
 
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)

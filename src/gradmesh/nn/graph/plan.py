@@ -140,15 +140,13 @@ class Bound:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise ArgumentError."""
-        raise ArgumentError(
-            message(
-                "a plan cannot be pickled: it refers to a process group",
-                op=self.verb,
-                expected="plan.state(), a dict of tensors and ints",
-                got=f"a {type(self).__name__}",
-                remedy="save plan.state() on each rank, and restore it with "
-                f"{type(self).__name__}.of_state(torch.load(path))",
-            )
+        raise ArgumentError.of(
+            "a plan cannot be pickled: it refers to a process group",
+            op=self.verb,
+            expected="plan.state(), a dict of tensors and ints",
+            got=f"a {type(self).__name__}",
+            remedy="save plan.state() on each rank, and restore it with "
+            f"{type(self).__name__}.of_state(torch.load(path))",
         )
 
 
@@ -449,9 +447,7 @@ class Rows(Bound):
         self, problem: str, expected: str, got: str, remedy: str, kind: type[ArgumentError] = ShapeError
     ) -> NoReturn:
         """Raise on this rank; the other ranks are not waiting."""
-        raise kind(
-            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
-        )
+        raise kind.of(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
 
 
 Kind = Literal["whole", "root", "parts"]
@@ -671,15 +667,13 @@ def _check_pairs(
         if sends[a][b] != takes[b][a]
     ]
     if differing or any(row[:shared] != table[0][:shared] for row in table):
-        raise MismatchError(
-            message(
-                "the ranks' states belong to different plans",
-                op=call.verb,
-                axis=str(call.axis),
-                expected="states that were saved together",
-                got="; ".join(differing[:3]) or "different partitions or numbers of hops",
-                remedy="load the states of the same checkpoint on every rank",
-            )
+        raise MismatchError.of(
+            "the ranks' states belong to different plans",
+            op=call.verb,
+            axis=str(call.axis),
+            expected="states that were saved together",
+            got="; ".join(differing[:3]) or "different partitions or numbers of hops",
+            remedy="load the states of the same checkpoint on every rank",
         )
 
 

@@ -26,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH
 from gradmesh._util.structure import tensors_in
 from gradmesh.autograd.ordered import Order, ordered
-from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError
 from gradmesh.verify.gradients.inputs import local_shard
 
 IN_BACKWARD = "raised in backward"
@@ -292,14 +292,12 @@ def _functions(above: Any) -> Iterator[Any]:
 
 
 def _unusable(problem: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        message(
-            problem,
-            op="verify.audit",
-            expected="(fn, inputs); inputs is a floating-point or complex tensor, or a tuple that contains one",
-            got=got,
-            remedy="return e.g. (MyFunction.apply, torch.ones(3)) or (fn, (torch.ones(3), group))",
-        )
+    return ArgumentError.of(
+        problem,
+        op="verify.audit",
+        expected="(fn, inputs); inputs is a floating-point or complex tensor, or a tuple that contains one",
+        got=got,
+        remedy="return e.g. (MyFunction.apply, torch.ones(3)) or (fn, (torch.ones(3), group))",
     )
 
 

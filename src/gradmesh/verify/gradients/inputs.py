@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._util.call_sites import PARSING
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError
 from gradmesh.ops.sizes import balanced
 from gradmesh.types import Type
 
@@ -376,7 +376,7 @@ def invalid(
     op: str = _GRADCHECK,
 ) -> GradmeshError:
     """The error about an input, a loss or an argument of a check."""
-    return kind(message(problem, op=op, expected=expected, got=got, remedy=remedy))
+    return kind.of(problem, op=op, expected=expected, got=got, remedy=remedy)
 
 
 Check = tuple[bool, str, object, str, str]
