@@ -19,23 +19,14 @@ T = TypeVar("T")
 
 @dataclass
 class Variable(Generic[T]):
-    """An environment variable.
-
-    Attributes:
-        name: its name.
-        default: the text that is used if it is not set.
-        expected: the valid values, for the error and the docs.
-        meaning: what it does, for the docs.
-        parse: converts the text to a value; raises ValueError for an invalid one.
-        kept: the value, once it was read.
-    """
+    """An environment variable."""
 
     name: str
-    default: str
-    expected: str
-    meaning: str
-    parse: Callable[[str], T]
-    kept: list[T] = field(default_factory=list, init=False, repr=False)
+    default: str  # the text that is used if it is not set
+    expected: str  # the valid values, for the error and the docs
+    meaning: str  # what it does, for the docs
+    parse: Callable[[str], T]  # converts the text to a value; raises ValueError for an invalid one
+    kept: list[T] = field(default_factory=list, init=False, repr=False)  # the value, once it was read
 
     def value(self) -> T:
         """The value, read from the environment at the first call.

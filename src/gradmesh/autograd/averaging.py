@@ -87,18 +87,12 @@ _NOTHING: Crossed = frozenset()
 
 @dataclass
 class Averaging:
-    """How gradients are averaged after backward.
+    """How gradients are averaged after backward."""
 
-    Attributes:
-        divisor: the divisor of most gradients, by which the loss is multiplied; 1: they are not averaged.
-        axis: the ranks that the loss is over.
-        module: the `ddp` argument, if it is a module.
-        wrapped: the parameters that wrappers in the module average, by identity.
-    """
-
-    divisor: float
-    axis: Axis
-    module: nn.Module | None = None
+    divisor: float  # the divisor of most gradients, by which the loss is multiplied; 1: they are not averaged
+    axis: Axis  # the ranks that the loss is over
+    module: nn.Module | None = None  # the `ddp` argument, if it is a module
+    # the parameters that wrappers in the module average, by identity
     wrapped: dict[int, Averaged] = field(default_factory=dict)
 
     def correct(self, loss: Tensor) -> LastPass | None:

@@ -65,24 +65,16 @@ from gradmesh.transport.comm_thread import AsyncAxis, StreamItem, WorkItem, has_
 
 @dataclass(slots=True, eq=False)
 class AsyncCollective:
-    """A started collective of this rank.
+    """A started collective of this rank."""
 
-    Attributes:
-        op: the op; on an `AsyncAxis`, if its operands are on the CPU.
-        x: the operand, where this rank has no node for the call.
-        call: its metadata.
-        ticket: dummy tensor that links the start node to the wait node; None: this rank has no node for the call.
-        job: the pending call.
-        held: its result, where it ran synchronously.
-        adjoints: the started adjoint, by backward pass.
-    """
-
-    op: Op
-    x: Tensor | None
-    call: CallRecord
+    op: Op  # the op; on an `AsyncAxis`, if its operands are on the CPU
+    x: Tensor | None  # the operand, where this rank has no node for the call
+    call: CallRecord  # its metadata
+    # dummy tensor that links the start node to the wait node; None: this rank has no node for the call
     ticket: Tensor | None = None
-    job: WorkItem[Tensor] | StreamItem | None = None
-    held: Tensor | None = None
+    job: WorkItem[Tensor] | StreamItem | None = None  # the pending call
+    held: Tensor | None = None  # its result, where it ran synchronously
+    # the started adjoint, by backward pass
     adjoints: dict[int, AsyncCollective] = field(default_factory=dict)
 
     def start(self, x: Tensor) -> None:

@@ -59,7 +59,7 @@ from gradmesh.compat.gp_utils import cleanup_gp as _cleanup_groups
 from gradmesh.compat.ksuit import separate
 from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.nn.graph import GraphPlan, Rows, by_count, by_space
-from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner, failing
+from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes, balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -587,13 +587,13 @@ def build_gp_context(
         [([1], [[0, 2], [1, 1]]), ([0], [[1], [0]])]
     """
     call = Call("compat.fairchem.build_gp_context", torch.empty(0), gp_axis())
-    axis, fail = call.axis, failing(call)
+    axis, fail = call.axis, call.fail
     if initialized() and (rank, world_size) != (axis.rank, axis.size):
         fail(
             "rank and world_size do not match the gp group",
-            f"rank={axis.rank}, world_size={axis.size}",
-            f"rank={rank}, world_size={world_size}",
-            "pass get_gp_rank() and get_gp_world_size()",
+            expected=f"rank={axis.rank}, world_size={axis.size}",
+            got=f"rank={rank}, world_size={world_size}",
+            remedy="pass get_gp_rank() and get_gp_world_size()",
         )
     owner = checked_owner(rank_assignments, world_size, fail)
     own = (
@@ -608,9 +608,9 @@ def build_gp_context(
     if len(lost):
         fail(
             "an edge ends at an atom that this rank neither owns nor receives",
-            f"targets that rank {rank} owns, or that are sources of its other edges",
-            f"{len(lost)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, lost[0]].tolist()}",
-            "pass each edge on the rank that owns its target",
+            expected=f"targets that rank {rank} owns, or that are sources of its other edges",
+            got=f"{len(lost)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, lost[0]].tolist()}",
+            remedy="pass each edge on the rank that owns its target",
         )
     plan = GraphPlan(pairs[:, ends_here], owner, axis, own=own) if initialized() else None
     rows: Rows

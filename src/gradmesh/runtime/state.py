@@ -224,37 +224,27 @@ class OfThread(threading.local):
 
 @dataclass(slots=True)
 class RankState:
-    """The state of one rank.
+    """The state of one rank."""
 
-    Attributes:
-        mesh: the current mesh.
-        mesh_world: the world group that it was made in; the mesh is ignored in any other.
-        check: the check level (`gradmesh.runtime.checking`); None: that of the environment variable.
-        instruments: what watches the rank's calls, innermost first.
-        suspects: what the level "full" found, to be reported when a gradient is used.
-        deferred_check: the comparison of calls after they were made; None: no call was deferred.
-        launched: how many functions of a launch it has started.
-        reorderable: whether compilers may reorder the collectives of functions that are compiled now.
-        posted: pending point-to-point sends, each with the tensor that it is sent from.
-        waits_at_exit: whether the process waits for them at exit.
-        started: the async calls that were not waited for.
-        objects: objects that other modules store for the rank, by class.
-        of_thread: what each of its threads has.
-    """
-
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None  # the current mesh
+    # the world group that it was made in; the mesh is ignored in any other
     mesh_world: dist.ProcessGroup | None = None
+    # the check level (`gradmesh.runtime.checking`); None: that of the environment variable
     check: int | None = None
-    suspects: Suspects | None = None
+    suspects: Suspects | None = None  # what the level "full" found, to be reported when a gradient is used
+    # the comparison of calls after they were made; None: no call was deferred
     deferred_check: DeferredCheck | None = None
-    launched: int = 0
+    launched: int = 0  # how many functions of a launch it has started
+    # whether compilers may reorder the collectives of functions that are compiled now
     reorderable: bool = False
-    instruments: tuple[Instrument, ...] = ()
+    instruments: tuple[Instrument, ...] = ()  # what watches the rank's calls, innermost first
+    # pending point-to-point sends, each with the tensor that it is sent from
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
-    waits_at_exit: bool = False
-    started: UnwaitedCalls = field(default_factory=UnwaitedCalls)
+    waits_at_exit: bool = False  # whether the process waits for them at exit
+    started: UnwaitedCalls = field(default_factory=UnwaitedCalls)  # the async calls that were not waited for
+    # objects that other modules store for the rank, by class
     objects: dict[type, Any] = field(default_factory=dict)
-    of_thread: OfThread = field(default_factory=OfThread)
+    of_thread: OfThread = field(default_factory=OfThread)  # what each of its threads has
 
     def put(self, value: object) -> None:
         """Store an object, replacing one of the same class."""
