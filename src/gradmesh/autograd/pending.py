@@ -117,12 +117,7 @@ def started(
 
 
 def finished(made: AsyncCollective, ticket: Tensor | None = None) -> Tensor:
-    """Wait for the result of a call.
-
-    Args:
-        made: the call.
-        ticket: the input of its wait node; None: the ticket of its start node.
-    """
+    """Wait for the result of a call; `ticket` is the input of its wait node, by default that of its start node."""
     if made.ticket is not None:
         y, _ = _wait(made, made.ticket if ticket is None else ticket, DETACHED_TOKEN)
         return y
@@ -555,12 +550,7 @@ def start_op(
 
 
 def combined(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:
-    """Several calls as one.
-
-    Args:
-        parts: the calls; at least one.
-        finish: computes the return value of `wait` from their results.
-    """
+    """Several calls, at least one, as one; `finish` computes the return value of `wait` from their results."""
     first = parts[0]
     for part in parts:
         part._mark_waited()  # the combined call is waited for instead

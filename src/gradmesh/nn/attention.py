@@ -225,13 +225,7 @@ def exact(device: torch.device) -> torch.autocast:
 
 
 class BlockwiseAttention:
-    """Accumulates attention over blocks of keys.
-
-    Args:
-        q: (batch, heads, rows, features).
-        features: of the values.
-        scale: of the scores.
-    """
+    """Accumulates attention over blocks of keys; `q` has shape (batch, heads, rows, features)."""
 
     def __init__(self, q: Tensor, features: int, scale: float) -> None:
         self._q, self._scale, self._features = q, scale, features
@@ -274,16 +268,7 @@ class BlockwiseAttention:
 
 
 class BlockwiseGradients:
-    """Accumulates the gradients of attention over blocks of keys.
-
-    Args:
-        q: the queries.
-        out: the attention output.
-        lse: its logsumexp.
-        grad: the gradient of `out`.
-        grad_lse: the gradient of `lse`, or None.
-        scale: of the scores.
-    """
+    """Accumulates the gradients of attention over blocks of keys."""
 
     def __init__(
         self, q: Tensor, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None, scale: float

@@ -48,18 +48,12 @@ class Chain(Protocol):
 
 
 class UnwaitedCalls:
-    """The async calls of this rank that were not waited for.
-
-    Attributes:
-        open: the call and its call site, for each that can still be waited for.
-        dropped: the same for those whose `Pending` was garbage collected.
-        abandoned: the number of failures; a call that was pending at a failure need not be waited for.
-    """
+    """The async calls of this rank that were not waited for."""
 
     def __init__(self) -> None:
-        self.open: dict[int, str] = {}
-        self.dropped: dict[int, str] = {}
-        self.abandoned = 0
+        self.open: dict[int, str] = {}  # the call and its call site, for each that can still be waited for
+        self.dropped: dict[int, str] = {}  # the same for those whose `Pending` was garbage collected
+        self.abandoned = 0  # failures; a call that was pending at one need not be waited for
 
     def drop(self, number: int) -> None:
         """Remove a call that was never sent."""
@@ -73,14 +67,7 @@ class UnwaitedCalls:
         self.dropped.clear()
 
     def check(self, *, at_the_end: bool = False) -> None:
-        """Raise if calls can no longer be waited for.
-
-        Args:
-            at_the_end: the program ends, so open calls count too.
-
-        Raises:
-            OrderError: there are such calls.
-        """
+        """Raise if calls can no longer be waited for; open calls count too `at_the_end` of the program."""
         never = [*self.dropped.values(), *(self.open.values() if at_the_end else ())]
         if not never:
             return
@@ -150,13 +137,7 @@ class Instrument:
         return transport
 
     def waited(self, job: Any, begin: float, end: float) -> None:
-        """A wait for an async call has ended, on the waiting thread.
-
-        Args:
-            job: the call, a `gradmesh.transport.comm_thread.WorkItem`.
-            begin: when the wait began, by `time.perf_counter`.
-            end: when it ended.
-        """
+        """A wait for an async call (a `WorkItem`) has ended, on the waiting thread; times of `time.perf_counter`."""
 
     def declared(self, x: Tensor, axis: Any, kind: Any) -> None:
         """The library declares the type of a tensor."""
@@ -172,9 +153,7 @@ _installing = threading.Lock()
 def installed(instrument: Instrument, *, innermost: bool = False) -> Iterator[None]:
     """Have an instrument watch the calls of this rank in the block, in any thread.
 
-    Args:
-        instrument: the instrument.
-        innermost: inside of the instruments that are installed already instead of outside.
+    With `innermost` it is inside of the instruments that are installed already instead of outside.
     """
     state = rank_state()
     with _installing:  # replaced, never mutated: other threads iterate over it
@@ -207,19 +186,13 @@ def must_decompose() -> bool:
 
 
 class OfThread(threading.local):
-    """State per thread of a rank: a program may train in two threads, with separate groups.
-
-    Attributes:
-        chain: the open `ordered()` block.
-        coalescing: the open `coalesce()` block.
-        deferred: the deferred reductions; None: `no_sync` was never used.
-    """
+    """State per thread of a rank: a program may train in two threads, with separate groups."""
 
     def __init__(self) -> None:
         # Not class attributes: Dynamo of torch 2.11 would read those instead of the thread's.
-        self.chain: Chain | None = None
-        self.coalescing: Any = None
-        self.deferred: Deferral | None = None
+        self.chain: Chain | None = None  # the open `ordered()` block
+        self.coalescing: Any = None  # the open `coalesce()` block
+        self.deferred: Deferral | None = None  # the deferred reductions; None: `no_sync` was never used
 
 
 @dataclass(slots=True)
