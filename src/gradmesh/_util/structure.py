@@ -86,12 +86,16 @@ def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:
     """
     if isinstance(x, dict):
         return {key: rebuilt(value, tensors) for key, value in x.items()}
-    if isinstance(x, list):
-        return [rebuilt(value, tensors) for value in x]
-    if isinstance(x, tuple):
-        values = [rebuilt(value, tensors) for value in x]
-        return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
+    if isinstance(x, (list, tuple)):
+        return sequence_like(x, [rebuilt(value, tensors) for value in x])
     return next(tensors)
+
+
+def sequence_like(x: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """The values as a list, a tuple or a named tuple, whichever `x` is."""
+    if isinstance(x, list):
+        return values
+    return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
 
 
 def cut(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -614,7 +614,8 @@ def build_gp_context(
         )
     plan = GraphPlan(pairs[:, ends_here], owner, axis, own=own) if initialized() else None
     rows: Rows
-    if plan is not None and not _any_rank(not bool(ends_here.all()), axis):
+    foreign = torch.tensor(int(not ends_here.all()), device=exchange_device(axis))
+    if plan is not None and not all_reduce(foreign, axis, op="max", dst=R):
         rows = plan
     else:
         plan, rows = None, Rows(axis if initialized() else Axis("gp", rank, world_size, axis.group), owner)
@@ -643,10 +644,6 @@ def build_gp_context(
         needed_atoms=rows.remote,
         global_to_local=local,
     )
-
-
-def _any_rank(here: bool, axis: Axis) -> bool:
-    return bool(all_reduce(torch.tensor(int(here), device=exchange_device(axis)), axis, op="max", dst=R))
 
 
 def all_to_all_collect(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -42,7 +42,7 @@ from gradmesh.nn.inputs import check_own_size
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.permute import Shift
-from gradmesh.ops.sizes import Sizes, balanced
+from gradmesh.ops.sizes import Sizes, balanced, intervals
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose
 from gradmesh.transport import compiling
@@ -163,11 +163,11 @@ _cached_tiles = lru_cache(maxsize=256)(_tiles)
 
 def _parts(pieces: Sequence[Piece], lengths: Sequence[int] | None) -> list[_Part]:
     """The pieces, split at document boundaries, without the padding after the last document."""
-    ends = [0, *accumulate((pieces[-1].stop,) if lengths is None else lengths)]
+    documents = intervals((pieces[-1].stop,) if lengths is None else lengths)
     found: list[_Part] = []
     first = 0
     for start, stop in pieces:
-        for document, (begin, end) in enumerate(pairwise(ends)):
+        for document, (begin, end) in enumerate(documents):
             low, high = max(start, begin), min(stop, end)
             if low < high:
                 found.append(_Part(document, low, high, first + low - start))
@@ -989,7 +989,7 @@ class _Heads:
     def of(cls, heads: int, groups: int, axis: Axis) -> _Heads:
         """Distribute query heads evenly; each KV head goes to every rank that has a matching query head."""
         queries, each = balanced(heads, axis.size), heads // groups
-        cuts = list(pairwise(accumulate(queries, initial=0)))
+        cuts = intervals(queries)
         needed = [
             range(start // each, -(-stop // each) if stop > start else start // each) for start, stop in cuts
         ]

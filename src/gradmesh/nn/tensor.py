@@ -912,16 +912,16 @@ class _Conversion:
         return chosen
 
     def _made(self, each: Any, style: Style, sizes: Sequence[int] | None) -> nn.Module:
-        options: dict[str, Any] = {"sequence_dim": self.sequence_dim, "rows": self.rows, "sizes": sizes}
         if style == "replicated":
             return Replicated(each, self.axis)
-        if style == "vocab":
-            return VocabParallelEmbedding.of(each, self.axis, **options)
-        if style == "row":
-            return RowParallelLinear.of(each, self.axis, **options)
-        if style == "column":
-            return ColumnParallelLinear.of(each, self.axis, **options)
-        return ColumnParallelLinear.of(each, self.axis, rows=self.rows, gather_output=True, sizes=sizes)
+        options: dict[str, Any] = {"rows": self.rows, "sizes": sizes}
+        if style == "column, gathered":
+            return ColumnParallelLinear.of(each, self.axis, gather_output=True, **options)
+        kinds: dict[str, Any] = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+        made: nn.Module = kinds.get(style, VocabParallelEmbedding).of(
+            each, self.axis, sequence_dim=self.sequence_dim, **options
+        )
+        return made
 
     def _tie(self, made: Parallel, old: dict[str, nn.Parameter], tied: dict[int, Any], name: str) -> None:
         """Share the sharded parameters of tied dense parameters."""

@@ -262,7 +262,7 @@ def sup_con_loss(
         or labels.device != x.device
     ):
         is_tensor = isinstance(labels, Tensor)
-        given.fail(
+        given.call.fail(
             "labels does not have one integer for each sample",
             expected=f"an integer tensor of shape [{x.shape[0]}] on {x.device}",
             got=f"{labels.dtype} of shape {list(labels.shape)} on {labels.device}"

@@ -710,7 +710,7 @@ class LossInputs:
         """Check the arguments and, with sizes="auto", exchange the sizes, and compare the numbers and `extra`."""
         first = next(iter(samples.values()))
         self.op = op
-        self._call = call = Call(op, first, axis)
+        self.call = call = Call(op, first, axis)
         self.axis: Axis = call.axis
         self._dst: Convention = call.choose("dst", dst, {R: R, I: I})
         for name, x in samples.items():
@@ -734,7 +734,7 @@ class LossInputs:
     def _check(self, name: str, x: object, first: Tensor, dims: tuple[int, ...]) -> None:
         if not isinstance(x, Tensor) or x.dim() not in dims or not x.is_floating_point():
             got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            self._call.fail(
+            self.call.fail(
                 f"{name} is not a floating-point tensor with {' or '.join(map(str, dims))} dimensions",
                 expected="embeddings of shape (samples, features)"
                 + (" or (samples, views, features)" if 3 in dims else ""),
@@ -743,7 +743,7 @@ class LossInputs:
                 kind=ShapeError,
             )
         if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
-            self._call.fail(
+            self.call.fail(
                 f"{name} does not match the other embeddings",
                 expected=f"{first.dtype} of shape {list(first.shape)} on {first.device}",
                 got=f"{x.dtype} of shape {list(x.shape)} on {x.device}",
@@ -755,16 +755,16 @@ class LossInputs:
 
     def _counted(self, first: Tensor, sizes: SizesLike, extra: str) -> tuple[int, ...] | None:
         if sizes != "auto" or isinstance(sizes, Tensor):
-            given = self._call.sizes(sizes, 0)
+            given = self.call.sizes(sizes, 0)
             if given.equal:
                 return None
             each = tuple(given.explicit)
-            check_own_size(self._call, each, self.rows, "samples")
+            check_own_size(self.call, each, self.rows, "samples")
             return each
-        self._call.refuse_compiled(
+        self.call.refuse_compiled(
             'sizes="auto" is not supported in a compiled program', "sizes=None, or e.g. sizes=(4, 3)"
         )
-        signature = f"{self._call.verb} of {first.dtype} with {list(first.shape[1:])} features, {extra}"
+        signature = f"{self.call.verb} of {first.dtype} with {list(first.shape[1:])} features, {extra}"
         # Counts and numbers travel in one message; float64 represents both exactly.
         device = exchange_device(self.axis, first)
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -802,7 +802,7 @@ class LossInputs:
             return None
         whole = integer(tile)
         if whole is None or whole < 1:
-            self._call.fail(
+            self.call.fail(
                 "tile must be a positive int or None",
                 expected="e.g. tile=1024, the number of rows and columns in memory at once",
                 got=f"tile={tile!r}",
@@ -816,7 +816,7 @@ class LossInputs:
         """The table of all pairs, with `views` rows for each sample."""
         sizes = None if self.sizes is None else tuple(n * views for n in self.sizes)
         each = sizes or (self.rows * views,) * self.axis.size
-        tile, on_cpu = self._tile, self._call.x.is_cpu
+        tile, on_cpu = self._tile, self.call.x.is_cpu
         if tile is None:
             entries = max(each) * sum(each)
             tile = _ON_CPU if on_cpu else _ELSEWHERE
@@ -829,7 +829,7 @@ class LossInputs:
     def _number(self, name: str, value: Number) -> Number:
         one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
         if not one and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            self._call.fail(
+            self.call.fail(
                 f"{name} is not a real number",
                 expected="a float, or a real tensor of one element",
                 got=f"{name}={value!r}"
@@ -842,7 +842,3 @@ class LossInputs:
     def mean(self, share: Tensor, over: int | None = None) -> Tensor:
         """The mean over all samples, from this rank's sum."""
         return all_reduce(share / (over or self.total), self.axis, dst=self._dst)
-
-    def fail(self, problem: str, *, expected: str, got: str, remedy: str) -> None:
-        """Raise on this rank; the other ranks raise `MismatchError`."""
-        self._call.fail(problem, expected=expected, got=got, remedy=remedy)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH
-from gradmesh._util.structure import tensors_in
+from gradmesh._util.structure import sequence_like, tensors_in
 from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError
 from gradmesh.verify.gradients.inputs import local_shard
@@ -234,10 +234,7 @@ def replaced(x: Any, others: Iterator[Tensor]) -> Any:
         return x
     if isinstance(x, dict):
         return {key: replaced(value, others) for key, value in x.items()}
-    values = [replaced(value, others) for value in x]
-    if isinstance(x, list):
-        return values
-    return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
+    return sequence_like(x, [replaced(value, others) for value in x])
 
 
 def is_library(file: str) -> bool:

@@ -19,7 +19,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -141,14 +141,12 @@ class Schedule:
 Kernel = Callable[[list[Contribution]], None]
 
 
+@dataclass
 class _Call:
     """A call: the event of each rank that has made it, and its end."""
 
-    __slots__ = ("end", "events")
-
-    def __init__(self) -> None:
-        self.events: dict[int, Event] = {}
-        self.end: float | None = None
+    events: dict[int, Event] = field(default_factory=dict)
+    end: float | None = None
 
 
 class Watching(Observer):
