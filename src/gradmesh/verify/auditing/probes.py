@@ -146,8 +146,10 @@ def forward_only(subject: Subject, probe: Probe) -> Answer:
 
 def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
     """The operands of a probe."""
-    count = len(subject.operands)
-    kinds = [(subject.shape(i), subject.operand_dtype(i, probe.complex)) for i in range(count)]
+    kinds = [
+        (subject.inputs[at].shape, subject.operand_dtype(i, probe.complex))
+        for i, at in enumerate(subject.operands)
+    ]
     return _draw_all(subject, probe, kinds, probe.alike, of_results=False)
 
 

@@ -62,11 +62,6 @@ class Subject:
         wide = self.inputs[self.operands[index]].is_complex() or complex_too
         return self.dtype.to_complex() if wide else self.dtype
 
-    def shape(self, index: int) -> torch.Size:
-        """The shape of an operand."""
-        size: torch.Size = self.inputs[self.operands[index]].shape
-        return size
-
     def own(self) -> list[Tensor]:
         """The operands that `build` returned, in the dtype in which operands are drawn."""
         return [
