@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake, modes_active
 from gradmesh.autograd.pending import Pending
-from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError
 from gradmesh.nn.inputs import agree, checksum, device_of_root, fingerprint, outside
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
@@ -777,7 +777,7 @@ def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
     if nodes and (int(ids.min()) < 0 or int(ids.max()) >= nodes or len(ids.unique()) < nodes):
         held = torch.bincount(ids.clamp(0, nodes - 1), minlength=nodes)
         wrong = (held != 1).nonzero().squeeze(1)
-        call_error = message(
+        raise MismatchError.of(
             "the ranks' own= do not contain every node exactly once",
             op=verb,
             axis=str(axis),
@@ -785,7 +785,6 @@ def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
             got=f"indices from {int(ids.min())} to {int(ids.max())}; missing or repeated: {wrong[:5].tolist()}",
             remedy="use global node indices, and assign each node to one rank",
         )
-        raise MismatchError(call_error)
     owner = torch.empty(nodes, dtype=torch.int64, device=ids.device)
     owner[ids] = torch.arange(axis.size, device=ids.device).repeat_interleave(counts)
     return owner
