@@ -175,7 +175,7 @@ def _forward(make: Callable[[Tensor, Axis], LinearOp]) -> Any:
 class _CopyToModelParallelRegion(OpFunction):
     """I -> R: the identity; backward sums. See `copy_to_tensor_model_parallel_region`."""
 
-    forward = _forward(lambda x, axis: _shared.replicate(x, axis))
+    forward = _forward(_shared.replicate)
 
 
 class _ReduceFromModelParallelRegion(OpFunction):
