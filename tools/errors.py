@@ -1,7 +1,8 @@
 """Write every error text that users can meet into the page of its class: python -m tools.report docs/errors.
 
-The texts are read from the source: the arguments of `errors.message`, and of the helpers that raise through it. The
-values that fill a text in are shown as names in angle brackets. By itself it only lists outdated pages.
+The texts are read from the source: the arguments of `errors.message`, of `GradmeshError.of`, and of the helpers that
+raise through them. The values that fill a text in are shown as names in angle brackets. By itself it only lists
+outdated pages.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ def _of_file(file: Path) -> Iterator[Text]:
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         if name == "message":
             problem, kind = _shown(node.args[0]), _around(node, parents)
+            remedy = _shown(given.get("remedy"))
+        elif name == "of" and isinstance(node.func, ast.Attribute) and _name(node.func.value) in classes():
+            problem, kind = _shown(node.args[0]), _name(node.func.value)
             remedy = _shown(given.get("remedy"))
         elif name in _REFUSING:
             shown = [_shown(arg) for arg in node.args]

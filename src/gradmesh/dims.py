@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from gradmesh._torch import compiling
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 __all__ = ["DimLike", "Names", "known_names", "named", "names", "show_names", "stale", "with_names"]
 
@@ -73,14 +73,12 @@ def named(x: TensorT, *names: str | None) -> TensorT:
         raise _refused("a name is used for two dimensions", "each name once", _listed(listed))
     known = known_names(x)
     if known is not None and known != listed and not stale(x):
-        raise ArgumentError(
-            message(
-                "the tensor has other names already",
-                op="named",
-                expected=_listed(known),
-                got=_listed(listed),
-                remedy="name a view instead, gradmesh.named(x.view_as(x), ...), which shares the memory",
-            )
+        raise ArgumentError.of(
+            "the tensor has other names already",
+            op="named",
+            expected=_listed(known),
+            got=_listed(listed),
+            remedy="name a view instead, gradmesh.named(x.view_as(x), ...), which shares the memory",
         )
     return with_names(x, listed)
 
@@ -136,12 +134,10 @@ def _listed(given: tuple[object, ...]) -> str:
 
 
 def _refused(problem: str, expected: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        message(
-            problem,
-            op="named",
-            expected=expected,
-            got=got,
-            remedy='name each dimension once, as in gradmesh.named(x, "N", "C")',
-        )
+    return ArgumentError.of(
+        problem,
+        op="named",
+        expected=expected,
+        got=got,
+        remedy='name each dimension once, as in gradmesh.named(x, "N", "C")',
     )

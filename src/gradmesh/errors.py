@@ -35,6 +35,8 @@ ArgumentError` prints: example programs that raise the error, what to do, and al
 
 from __future__ import annotations
 
+from typing import Self
+
 __all__ = [
     "AbortedError",
     "ArgumentError",
@@ -96,6 +98,20 @@ class GradmeshError(Exception):
         super().__init_subclass__(**options)
         if cls.__module__ == __name__:
             cls.__notes__ = [_note(cls.__name__)]
+
+    @classmethod
+    def of(
+        cls,
+        problem: str,
+        *,
+        op: str | None = None,
+        axis: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        remedy: str | None = None,
+    ) -> Self:
+        """The error with the text that `message` builds of these parts."""
+        return cls(message(problem, op=op, axis=axis, expected=expected, got=got, remedy=remedy))
 
     def add_note(self, note: str, /) -> None:
         """Add a note to this instance."""

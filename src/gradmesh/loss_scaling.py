@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradmesh._torch import LastPass, transforms_active
 from gradmesh._util.structure import Packed
-from gradmesh.errors import ArgumentError, MismatchError, message
+from gradmesh.errors import ArgumentError, MismatchError
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.runtime.state import instruments, rank_state
@@ -179,15 +179,13 @@ def _declared(scalar: Tensor, axis: Axis, loss_type: Type, hook: LastPass | None
 def _check_total(totals: Tensor, axis: Axis) -> None:
     """Raise for totals that differ between ranks."""
     if _readable(totals) and bool((totals != totals[0]).any()):
-        raise MismatchError(
-            message(
-                "total= differs between ranks",
-                op="objective",
-                axis=str(axis),
-                expected="the same total on every rank: the sum over all ranks and micro-batches",
-                got="\n".join(f"rank {rank}: total={total:g}" for rank, total in enumerate(totals.tolist())),
-                remedy="sum the ranks' totals: total = gm.all_reduce(total, dst=gm.I)",
-            )
+        raise MismatchError.of(
+            "total= differs between ranks",
+            op="objective",
+            axis=str(axis),
+            expected="the same total on every rank: the sum over all ranks and micro-batches",
+            got="\n".join(f"rank {rank}: total={total:g}" for rank, total in enumerate(totals.tolist())),
+            remedy="sum the ranks' totals: total = gm.all_reduce(total, dst=gm.I)",
         )
 
 
@@ -270,6 +268,4 @@ def _wrong(
 
 
 def _refuse(axis: Axis, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
-    raise ArgumentError(
-        message(problem, op="objective", axis=str(axis), expected=expected, got=got, remedy=remedy)
-    )
+    raise ArgumentError.of(problem, op="objective", axis=str(axis), expected=expected, got=got, remedy=remedy)

@@ -93,19 +93,17 @@ def assert_right(
 
 def _starter(function: Callable[..., object], arguments: tuple[Any, ...]) -> str:
     """A script that imports a function by its file, and calls it."""
-    from gradmesh.errors import ArgumentError, message
+    from gradmesh.errors import ArgumentError
 
     file = inspect.getsourcefile(function) if inspect.isfunction(function) else None
     name = getattr(function, "__qualname__", "")
     if file is None or "<" in name:
-        raise ArgumentError(
-            message(
-                "the ranks cannot import this function",
-                op="assert_right",
-                expected="a function at the top level of a module, or the path of a script",
-                got=repr(function),
-                remedy="define it at the top level, and pass what differs as arguments: assert_right(train, 'tp')",
-            )
+        raise ArgumentError.of(
+            "the ranks cannot import this function",
+            op="assert_right",
+            expected="a function at the top level of a module, or the path of a script",
+            got=repr(function),
+            remedy="define it at the top level, and pass what differs as arguments: assert_right(train, 'tp')",
         )
     return _STARTER.format(
         path=[os.path.dirname(os.path.abspath(file)), *sys.path],

@@ -212,14 +212,12 @@ def _disagreement(outcome: Outcome, answers: Mapping[int, Answer]) -> MismatchEr
     for failure in outcome.failures:
         where = f", at {last_place(failure.traceback)}" if failure.traceback else ""
         outcomes.setdefault(f"waited for other ranks{where}", []).append(failure.rank)
-    return MismatchError(
-        message(
-            "pytest.skip or pytest.xfail was called on some ranks only",
-            op="pytest",
-            expected="the same outcome on every rank",
-            got="\n".join(sorted(f"{ranks(who)}: {how}" for how, who in outcomes.items())),
-            remedy="make the condition identical on every rank, or use @pytest.mark.skipif on the test",
-        )
+    return MismatchError.of(
+        "pytest.skip or pytest.xfail was called on some ranks only",
+        op="pytest",
+        expected="the same outcome on every rank",
+        got="\n".join(sorted(f"{ranks(who)}: {how}" for how, who in outcomes.items())),
+        remedy="make the condition identical on every rank, or use @pytest.mark.skipif on the test",
     )
 
 

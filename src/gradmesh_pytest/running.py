@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradmesh.errors import ArgumentError, GradmeshError, MissingExtraError, RankError, message
+from gradmesh.errors import ArgumentError, GradmeshError, MissingExtraError, RankError
 from gradmesh.launch import Ranks, pickling
 from gradmesh.launch.outcomes import Outcome
 from gradmesh_pytest import on_rank, reports, rewriting, settings
@@ -104,14 +104,12 @@ def check_sendable(
     reasons = {name: why_not(value) for name, value in sorted(values.items())}
     lost = {name: reason for name, reason in reasons.items() if reason is not None}
     if lost:
-        raise ArgumentError(
-            message(
-                f"the fixture{'s' * (len(lost) > 1)} {', '.join(lost)} cannot be sent to process ranks",
-                op="pytest",
-                expected="values that can be pickled: tensors, modules, numbers, paths, and containers of them",
-                got="\n".join(f"{name}: {reason}" for name, reason in lost.items()),
-                remedy=f"create the value inside the test, or use backend='threads' instead of {backend!r}",
-            )
+        raise ArgumentError.of(
+            f"the fixture{'s' * (len(lost) > 1)} {', '.join(lost)} cannot be sent to process ranks",
+            op="pytest",
+            expected="values that can be pickled: tensors, modules, numbers, paths, and containers of them",
+            got="\n".join(f"{name}: {reason}" for name, reason in lost.items()),
+            remedy=f"create the value inside the test, or use backend='threads' instead of {backend!r}",
         )
 
 

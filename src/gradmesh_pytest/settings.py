@@ -116,7 +116,7 @@ def _number(config: pytest.Config, name: str, kind: type[int] | type[float]) -> 
 
 
 def _error(problem: str, got: str, expected: str) -> Exception:
-    from gradmesh.errors import ArgumentError, message
+    from gradmesh.errors import ArgumentError
 
     remedy = "write e.g. @pytest.mark.world(4, backend='gloo', timeout=60)"
-    return ArgumentError(message(problem, op="pytest", expected=expected, got=got, remedy=remedy))
+    return ArgumentError.of(problem, op="pytest", expected=expected, got=got, remedy=remedy)

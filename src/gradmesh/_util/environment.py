@@ -12,30 +12,21 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Generic, TypeVar
 
-from gradmesh.errors import ArgumentError, MissingExtraError, message
+from gradmesh.errors import ArgumentError, MissingExtraError
 
 T = TypeVar("T")
 
 
 @dataclass
 class Variable(Generic[T]):
-    """An environment variable.
-
-    Attributes:
-        name: its name.
-        default: the text that is used if it is not set.
-        expected: the valid values, for the error and the docs.
-        meaning: what it does, for the docs.
-        parse: converts the text to a value; raises ValueError for an invalid one.
-        kept: the value, once it was read.
-    """
+    """An environment variable."""
 
     name: str
-    default: str
-    expected: str
-    meaning: str
-    parse: Callable[[str], T]
-    kept: list[T] = field(default_factory=list, init=False, repr=False)
+    default: str  # the text that is used if it is not set
+    expected: str  # the valid values, for the error and the docs
+    meaning: str  # what it does, for the docs
+    parse: Callable[[str], T]  # converts the text to a value; raises ValueError for an invalid one
+    kept: list[T] = field(default_factory=list, init=False, repr=False)  # the value, once it was read
 
     def value(self) -> T:
         """The value, read from the environment at the first call.
@@ -57,13 +48,11 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ArgumentError(
-                message(
-                    f"invalid value of the environment variable {self.name}",
-                    expected=self.expected,
-                    got=f"{self.name}={text!r}",
-                    remedy=f"unset it, or set it to its default: export {self.name}={self.default}",
-                )
+            raise ArgumentError.of(
+                f"invalid value of the environment variable {self.name}",
+                expected=self.expected,
+                got=f"{self.name}={text!r}",
+                remedy=f"unset it, or set it to its default: export {self.name}={self.default}",
             ) from None
 
     def forget(self) -> None:
@@ -169,12 +158,10 @@ def require(extra: str, who: str) -> None:
         MissingExtraError: it is not installed.
     """
     if absent := missing(extra):
-        raise MissingExtraError(
-            message(
-                "an optional dependency is not installed",
-                op=who,
-                expected=", ".join(EXTRAS[extra]),
-                got="not installed: " + ", ".join(absent),
-                remedy=f"pip install 'gradmesh[{extra}]'",
-            )
+        raise MissingExtraError.of(
+            "an optional dependency is not installed",
+            op=who,
+            expected=", ".join(EXTRAS[extra]),
+            got="not installed: " + ", ".join(absent),
+            remedy=f"pip install 'gradmesh[{extra}]'",
         )

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 """A tensor, or a structure of them."""
@@ -65,15 +65,13 @@ def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, 
     if isinstance(x, Tensor):
         return [(name, x)]
     if not is_structure(x):
-        raise ArgumentError(
-            message(
-                f"{name} must be a tensor",
-                op=verb,
-                axis=axis,
-                expected="a tensor, or a (nested) tuple, list or dict of tensors",
-                got=f"{name} of type {type(x).__name__}",
-                remedy=f"remove it, or convert it with torch.as_tensor({name})",
-            )
+        raise ArgumentError.of(
+            f"{name} must be a tensor",
+            op=verb,
+            axis=axis,
+            expected="a tensor, or a (nested) tuple, list or dict of tensors",
+            got=f"{name} of type {type(x).__name__}",
+            remedy=f"remove it, or convert it with torch.as_tensor({name})",
         )
     inside = x.items() if isinstance(x, dict) else enumerate(cast("Sequence[object]", x))
     return [leaf for key, value in inside for leaf in leaves(value, verb, axis, f"{name}[{key!r}]")]
@@ -88,12 +86,16 @@ def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:
     """
     if isinstance(x, dict):
         return {key: rebuilt(value, tensors) for key, value in x.items()}
-    if isinstance(x, list):
-        return [rebuilt(value, tensors) for value in x]
-    if isinstance(x, tuple):
-        values = [rebuilt(value, tensors) for value in x]
-        return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
+    if isinstance(x, (list, tuple)):
+        return sequence_like(x, [rebuilt(value, tensors) for value in x])
     return next(tensors)
+
+
+def sequence_like(x: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """The values as a list, a tuple or a named tuple, whichever `x` is."""
+    if isinstance(x, list):
+        return values
+    return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
 
 
 def cut(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -87,25 +87,16 @@ _NOTHING: Crossed = frozenset()
 
 @dataclass
 class Averaging:
-    """How gradients are averaged after backward.
+    """How gradients are averaged after backward."""
 
-    Attributes:
-        divisor: the divisor of most gradients, by which the loss is multiplied; 1: they are not averaged.
-        axis: the ranks that the loss is over.
-        module: the `ddp` argument, if it is a module.
-        wrapped: the parameters that wrappers in the module average, by identity.
-    """
-
-    divisor: float
-    axis: Axis
-    module: nn.Module | None = None
+    divisor: float  # the divisor of most gradients, by which the loss is multiplied; 1: they are not averaged
+    axis: Axis  # the ranks that the loss is over
+    module: nn.Module | None = None  # the `ddp` argument, if it is a module
+    # the parameters that wrappers in the module average, by identity
     wrapped: dict[int, Averaged] = field(default_factory=dict)
 
     def correct(self, loss: Tensor) -> LastPass | None:
         """Register hooks that give each parameter behind the loss its factor.
-
-        Args:
-            loss: this rank's loss.
 
         Returns:
             A hook for the returned loss that marks the backward passes in which gradients are scaled; None if no
@@ -155,15 +146,9 @@ class Averaging:
         return hook
 
     def _cross(self, graph: Graph, ends: list[End], incoming: dict[Any, float]) -> dict[Any, set[Crossed]]:
-        """Walk the graph from the loss.
+        """For each node, the summing verbs on each path from the loss to its outputs.
 
-        Args:
-            graph: the graph.
-            ends: the parameters, and how they are averaged.
-            incoming: output, the factor for the incoming gradient of each verb that needs one.
-
-        Returns:
-            For each node, the summing verbs on each path from the loss to its outputs.
+        Stores the factor for the incoming gradient of each verb that needs one in `incoming`.
         """
         found: dict[Any, set[Crossed]] = {}
         for node, ways in graph.downwards(found):
@@ -390,11 +375,7 @@ class Averaging:
 
 
 def averaging(ddp: bool | float | nn.Module, axis: Axis) -> Averaging:
-    """How gradients are averaged after backward.
-
-    Args:
-        ddp: the argument of `gradmesh.objective`.
-        axis: the ranks that True means.
+    """How gradients are averaged after backward, by the argument `ddp` of `gradmesh.objective`.
 
     Raises:
         ArgumentError: the number of ranks cannot be determined.
@@ -489,20 +470,15 @@ def _warn_of_unpaired(op: LinearOp, node: Any) -> None:
 
 
 class Graph:
-    """The graph of a loss.
-
-    Attributes:
-        edges: each edge to a leaf: the node before it, its index among the node's edges, and the leaf.
-        hiding: the nodes of reentrant checkpoints, which create their graphs in backward.
-        ops: the nodes of verbs with an I operand or result.
-    """
+    """The graph of a loss."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._nodes = {root}
+        # each edge to a leaf: the node before it, its index among the node's edges, and the leaf
         self.edges: list[tuple[Any, int, Tensor]] = []
-        self.hiding: list[Any] = []
-        self.ops: dict[Any, LinearOp] = {}
+        self.hiding: list[Any] = []  # nodes of reentrant checkpoints, which create their graphs in backward
+        self.ops: dict[Any, LinearOp] = {}  # the nodes of verbs with an I operand or result
         nodes, stack = self._nodes, [root]
         while stack:
             node = stack.pop()
@@ -526,8 +502,7 @@ class Graph:
     def downwards(self, found: dict[Any, set[Crossed]]) -> Iterator[tuple[Any, set[Crossed]]]:
         """Each node in topological order, with the summing verbs on each path from the loss.
 
-        Args:
-            found: output, the same for the outputs of each node; the caller may change it between nodes.
+        They are stored in `found`, which the caller may change between nodes.
         """
         before = Counter(after for node in self._nodes for after, _ in node.next_functions)
         found.update({node: set() for node in self._nodes})
@@ -591,13 +566,11 @@ def _refuse(
     remedy: str,
     expected: str = "a module whose gradients DDP or FSDP averages, True, False, or a number of ranks",
 ) -> NoReturn:
-    raise ArgumentError(
-        message(
-            "cannot determine how many ranks gradients are averaged over",
-            op="objective",
-            axis=str(axis),
-            expected=expected,
-            got=got,
-            remedy=remedy,
-        )
+    raise ArgumentError.of(
+        "cannot determine how many ranks gradients are averaged over",
+        op="objective",
+        axis=str(axis),
+        expected=expected,
+        got=got,
+        remedy=remedy,
     )

@@ -51,26 +51,16 @@ class _Message:
 
 @dataclass(eq=False)
 class _Member:
-    """One coalesced call.
-
-    Attributes:
-        op: its op.
-        x: its operand.
-        version: the operand's version counter at the call.
-        site: its call site.
-        recorded: whether grad mode was on.
-        sent: the message, once sent, and the position in it.
-        number: the number of its `Pending`.
-        refused: reason the message was not sent.
-    """
+    """One coalesced call."""
 
     op: Op
-    x: Tensor
-    version: int
-    site: Site
-    recorded: bool
-    sent: tuple[_Message, int] | None = None
-    number: int = -1
+    x: Tensor  # its operand
+    version: int  # the operand's version counter at the call
+    site: Site  # its call site
+    recorded: bool  # whether grad mode was on
+    sent: tuple[_Message, int] | None = None  # the message, once sent, and the position in it
+    number: int = -1  # the number of its `Pending`
+    # reason the message was not sent
     refused: str = "wait() inside the block, which sends its message at the end"
 
     def wait(self) -> Tensor:

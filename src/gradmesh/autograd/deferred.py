@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,7 +34,7 @@ from gradmesh._torch import (
 )
 from gradmesh._util.call_sites import Site, show_site
 from gradmesh.autograd.traced import Traced
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError
 from gradmesh.ops.all_gather import ReduceScatter
 from gradmesh.ops.all_reduce import AllReduceInvariant
 from gradmesh.ops.base import LinearOp, SameShape
@@ -47,28 +47,16 @@ from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import DEFERRED, CallRecord
 
 
-class Reduction(NamedTuple):
-    """One deferred reduction: the op of the forward calls, the leaf, and this rank's gradient of the results."""
-
-    op: LinearOp
-    leaf: Tensor
-    grad: Tensor | None
-
-
-def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tensor | None]:
+def totals(deferred: list[DeferredReduction]) -> list[Tensor | None]:
     """Run the deferred reductions of one axis.
 
     The ranks first compare the reductions and exchange which of them have gradients. Then all gradients of one kind,
     dtype and device are reduced in one message: sums, means, and reduce-scatters with even or uneven sizes, along any
     dim. The adjoints of other ops are sent individually.
 
-    Args:
-        calls: for each reduction the op of the forward calls, the leaf, and this rank's gradient of the results.
-
     Returns:
         Each leaf's gradient; None where no rank has one.
     """
-    deferred = [Reduction(*call) for call in calls]
     some = _on_any_rank(deferred)
     kinds: dict[Hashable, list[int]] = {}
     for place, each in enumerate(deferred):
@@ -80,7 +68,7 @@ def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tens
     return found
 
 
-def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
+def _on_any_rank(deferred: list[DeferredReduction]) -> list[bool]:
     """For each reduction, whether any rank has a gradient; the ranks also compare the list of reductions."""
     axis, mine = deferred[0].op.axis, [each.grad is not None for each in deferred]
     operand_desc = "; ".join(each.op.describe(each.leaf) for each in deferred)
@@ -91,7 +79,7 @@ def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
     return mine if all(mine) else [n > 0 for n in counts.tolist()]
 
 
-def _kind(each: Reduction, place: int) -> Hashable:
+def _kind(each: DeferredReduction, place: int) -> Hashable:
     """The key of reductions that can be sent together."""
     back = each.op.back
     if isinstance(back.op if isinstance(back, Mean) else back, SameShape):
@@ -102,7 +90,7 @@ def _kind(each: Reduction, place: int) -> Hashable:
     return place
 
 
-def _combined(deferred: list[Reduction]) -> list[Tensor]:
+def _combined(deferred: list[DeferredReduction]) -> list[Tensor]:
     """The results of reductions of one kind."""
     grads = [_grad(each) for each in deferred]
     if len(deferred) == 1:
@@ -113,7 +101,7 @@ def _combined(deferred: list[Reduction]) -> list[Tensor]:
     return _cut(whole, [grad.shape for grad in grads])
 
 
-def _grad(each: Reduction) -> Tensor:
+def _grad(each: DeferredReduction) -> Tensor:
     if each.grad is not None:
         return each.grad
     return torch.zeros(each.op.out_shape(each.leaf.shape), dtype=each.leaf.dtype, device=each.leaf.device)
@@ -146,13 +134,7 @@ T = TypeVar("T")
 class DeferredReduction:
     """The deferred reduction of one op on one leaf, over all micro-batches.
 
-    Attributes:
-        leaf: the leaf.
-        op: the op.
-        serial: its number among the entries, the same on every rank.
-        site: the call site of the first call.
-        grad: this rank's accumulated gradient of the result; None: there was none.
-        reached: whether a backward pass has reached it.
+    `serial` is its number among the entries, the same on every rank; `site` the call site of the first call.
     """
 
     __slots__ = ("grad", "leaf", "op", "reached", "reductions", "serial", "site")
@@ -161,8 +143,8 @@ class DeferredReduction:
         self, reductions: DeferredReductions, leaf: Tensor, op: LinearOp, serial: int, site: Site
     ) -> None:
         self.reductions, self.leaf, self.op, self.serial, self.site = reductions, leaf, op, serial, site
-        self.grad: Tensor | None = None
-        self.reached = False
+        self.grad: Tensor | None = None  # this rank's accumulated gradient of the result
+        self.reached = False  # whether a backward pass has reached it
 
     @property
     def key(self) -> tuple[int, LinearOp]:
@@ -212,14 +194,7 @@ class DeferredReductions:
     # -- forward
 
     def recorded(self, op: Any, x: Tensor, call: CallRecord, run: Callable[[], T]) -> T:
-        """Run a call as a node of the graph whose backward may be deferred.
-
-        Args:
-            op: the op.
-            x: its operand.
-            call: the metadata of the call.
-            run: makes the call.
-        """
+        """Run a call as a node of the graph whose backward may be deferred."""
         if (
             call.role
             or not isinstance(op, LinearOp)
@@ -253,14 +228,8 @@ class DeferredReductions:
     def defers(self, node: Any, grad: Tensor | None) -> bool:
         """Add the gradient of a call outside of the block to the entry of its leaf and op, if there is one.
 
-        The reductions of the axis then run at the end of the pass.
-
-        Args:
-            node: the call's node of the graph.
-            grad: the gradient of its result; None: there is none.
-
-        Returns:
-            Whether it was added, so that the node sends and returns nothing.
+        The reductions of the axis then run at the end of the pass. Returns whether it was added, so that the node sends
+        and returns nothing.
         """
         if not self._entries:
             return False
@@ -284,11 +253,7 @@ class DeferredReductions:
     # -- reduction
 
     def take(self, axes: set[Axis] | None = None) -> None:
-        """Run the reductions and accumulate the results into the leaves.
-
-        Args:
-            axes: only those of these axes.
-        """
+        """Run the reductions, of all or of some axes, and accumulate the results into the leaves."""
         deferred = [entry for entry in list(self._entries.values()) if axes is None or entry.op.axis in axes]
         deferred.sort(key=lambda entry: entry.serial)
         _refuse_freed(deferred)
@@ -296,8 +261,7 @@ class DeferredReductions:
         with torch.no_grad():
             for axis in dict.fromkeys(entry.op.axis for entry in deferred):
                 of_axis = [entry for entry in deferred if entry.op.axis == axis]
-                calls = [(entry.op, entry.leaf, entry.grad) for entry in of_axis]
-                for entry, total in zip(of_axis, totals(calls), strict=True):
+                for entry, total in zip(of_axis, totals(of_axis), strict=True):
                     if total is not None:
                         _, before = whole.get(id(entry.leaf), (None, None))
                         whole[id(entry.leaf)] = (
@@ -339,17 +303,15 @@ def _refuse_freed(deferred: list[DeferredReduction]) -> None:
     freed = [entry for entry in deferred if entry.leaf.numel() and not entry.leaf.untyped_storage().nbytes()]
     if freed:
         first = freed[0]
-        raise OrderError(
-            message(
-                "the memory of a parameter was freed before its deferred gradient reduction",
-                op="no_sync",
-                axis=str(first.op.axis),
-                expected="parameters whose memory stays allocated until the last micro-batch",
-                got=f"{first.op.verb} of a parameter of shape {list(first.leaf.shape)} that a wrapper such as "
-                "fully_shard has gathered and freed",
-                remedy="for parameters of fully_shard use module.set_requires_gradient_sync(False) instead, and "
-                "gradmesh.no_sync for the other parameters",
-            )
+        raise OrderError.of(
+            "the memory of a parameter was freed before its deferred gradient reduction",
+            op="no_sync",
+            axis=str(first.op.axis),
+            expected="parameters whose memory stays allocated until the last micro-batch",
+            got=f"{first.op.verb} of a parameter of shape {list(first.leaf.shape)} that a wrapper such as "
+            "fully_shard has gathered and freed",
+            remedy="for parameters of fully_shard use module.set_requires_gradient_sync(False) instead, and "
+            "gradmesh.no_sync for the other parameters",
         )
 
 
@@ -397,15 +359,13 @@ def _refuse_if_deferred(optimizer: Optimizer, *_: Any) -> None:
     ]
     if len(deferred) > _SHOWN:
         shown.append(f"and {len(deferred) - _SHOWN} more")
-    raise OrderError(
-        message(
-            "optimizer.step() called with deferred gradient reductions pending",
-            op="no_sync",
-            expected="a last micro-batch whose forward runs outside of no_sync(), before optimizer.step()",
-            got="\n".join(shown),
-            remedy="run the last micro-batch outside of the block; or use `with gradmesh.no_sync() as deferred:` and "
-            "call deferred.sync() to reduce now, or deferred.clear() to drop the gradients",
-        )
+    raise OrderError.of(
+        "optimizer.step() called with deferred gradient reductions pending",
+        op="no_sync",
+        expected="a last micro-batch whose forward runs outside of no_sync(), before optimizer.step()",
+        got="\n".join(shown),
+        remedy="run the last micro-batch outside of the block; or use `with gradmesh.no_sync() as deferred:` and "
+        "call deferred.sync() to reduce now, or deferred.clear() to drop the gradients",
     )
 
 
@@ -489,15 +449,13 @@ def no_sync() -> Iterator[DeferredGradients]:
         [9.0, 9.0]
     """
     if compiling():
-        raise OrderError(
-            message(
-                "no_sync() is not supported inside torch.compile",
-                op="no_sync",
-                expected="the block around the call of the compiled function",
-                got="the block inside it",
-                remedy="write `with gradmesh.no_sync(): loss = compiled(x)`; reductions of the compiled function run "
-                "immediately, with correct gradients",
-            )
+        raise OrderError.of(
+            "no_sync() is not supported inside torch.compile",
+            op="no_sync",
+            expected="the block around the call of the compiled function",
+            got="the block inside it",
+            remedy="write `with gradmesh.no_sync(): loss = compiled(x)`; reductions of the compiled function run "
+            "immediately, with correct gradients",
         )
     state = rank_state()
     known = state.of_thread.deferred

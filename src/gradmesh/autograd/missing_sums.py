@@ -77,10 +77,7 @@ _hooked: list[object] = []
 def compare_after_pass(op: LinearOp, node: Any, call: CallRecord) -> None:
     """Compare the gradients of the parameters behind a node of the graph at the end of the pass that runs.
 
-    Args:
-        op: the op whose result is a scalar that is the same on every rank.
-        node: its node.
-        call: the call.
+    The result of the op is a scalar that is the same on every rank.
     """
     if op.axis.size == 1 or not can_run_after_pass or tracing() or transforms_active():
         return

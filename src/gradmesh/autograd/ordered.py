@@ -39,7 +39,7 @@ from gradmesh.autograd.rule import (
     on_device_of,
     token_device,
 )
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
 from gradmesh.runtime.mesh import Axis
@@ -216,14 +216,12 @@ class Order:
         if loss is not None and not (
             isinstance(loss, Tensor) and (loss.is_floating_point() or loss.is_complex())
         ):
-            raise OrderError(
-                message(
-                    "the loss must be a floating-point or complex tensor, or None",
-                    op="join",
-                    expected="a floating-point or complex tensor, or None",
-                    got=f"{loss.dtype} tensor" if isinstance(loss, Tensor) else repr(loss),
-                    remedy="pass the loss tensor; on a rank without a loss pass None, as in gm.backward(None)",
-                )
+            raise OrderError.of(
+                "the loss must be a floating-point or complex tensor, or None",
+                op="join",
+                expected="a floating-point or complex tensor, or None",
+                got=f"{loss.dtype} tensor" if isinstance(loss, Tensor) else repr(loss),
+                remedy="pass the loss tensor; on a rank without a loss pass None, as in gm.backward(None)",
             )
         if self._begun:
             self._refuse_started()
@@ -241,14 +239,12 @@ class Order:
         never = [f"{made.op.verb} {show_site(made.call.site)}" for made in self._begun]
         self._begun.clear()
         rank_state().started.abandon()
-        raise OrderError(
-            message(
-                "join() called with pending async collectives",
-                op="join",
-                expected="wait() for each call with async_op=True, before join(), gm.backward() or gm.grad()",
-                got="\n".join(never),
-                remedy="call y = pending.wait() where the result is needed, at the latest before join()",
-            )
+        raise OrderError.of(
+            "join() called with pending async collectives",
+            op="join",
+            expected="wait() for each call with async_op=True, before join(), gm.backward() or gm.grad()",
+            got="\n".join(never),
+            remedy="call y = pending.wait() where the result is needed, at the latest before join()",
         )
 
     def backward(
@@ -296,15 +292,13 @@ class Order:
             options: as in `torch.autograd.grad`; with create_graph the backward's collectives are ordered too.
         """
         if options.get("is_grads_batched"):
-            raise OrderError(
-                message(
-                    "is_grads_batched=True is not supported inside ordered()",
-                    op="grad",
-                    expected="one backward pass for each gradient",
-                    got="is_grads_batched=True",
-                    remedy="loop over the gradients with retain_graph=True, or call torch.autograd.grad(..., "
-                    "is_grads_batched=True) outside of ordered()",
-                )
+            raise OrderError.of(
+                "is_grads_batched=True is not supported inside ordered()",
+                op="grad",
+                expected="one backward pass for each gradient",
+                got="is_grads_batched=True",
+                remedy="loop over the gradients with retain_graph=True, or call torch.autograd.grad(..., "
+                "is_grads_batched=True) outside of ordered()",
             )
         first, *others = _listed(outputs) or (None,)
         wanted, create = _listed(inputs), bool(options.get("create_graph"))
@@ -347,14 +341,12 @@ class Order:
             self._refuse_started()
         if self._count and not self._joined:
             verb, site = self._first
-            raise OrderError(
-                message(
-                    "the ordered() block ended without join()",
-                    op="ordered",
-                    expected="join(loss), gm.backward(loss) or gm.grad(...) on every rank; None for a missing loss",
-                    got=f"{self._count} collectives that were not joined, the first: {verb} {show_site(site)}",
-                    remedy="write loss = gm.join(loss) as the last line of the block, or gm.backward(loss) inside it",
-                )
+            raise OrderError.of(
+                "the ordered() block ended without join()",
+                op="ordered",
+                expected="join(loss), gm.backward(loss) or gm.grad(...) on every rank; None for a missing loss",
+                got=f"{self._count} collectives that were not joined, the first: {verb} {show_site(site)}",
+                remedy="write loss = gm.join(loss) as the last line of the block, or gm.backward(loss) inside it",
             )
 
 
@@ -481,14 +473,12 @@ def grad(
 def _current(op: str) -> Order:
     chain = rank_state().of_thread.chain
     if not isinstance(chain, Order):
-        raise OrderError(
-            message(
-                f"gm.{op}() called outside of gm.ordered()",
-                op=op,
-                expected="a call inside `with gm.ordered():`",
-                got="a call outside of it",
-                remedy=f"wrap the forward pass and gm.{op}() in `with gm.ordered():`",
-            )
+        raise OrderError.of(
+            f"gm.{op}() called outside of gm.ordered()",
+            op=op,
+            expected="a call inside `with gm.ordered():`",
+            got="a call outside of it",
+            remedy=f"wrap the forward pass and gm.{op}() in `with gm.ordered():`",
         )
     return chain
 

@@ -65,24 +65,16 @@ from gradmesh.transport.comm_thread import AsyncAxis, StreamItem, WorkItem, has_
 
 @dataclass(slots=True, eq=False)
 class AsyncCollective:
-    """A started collective of this rank.
+    """A started collective of this rank."""
 
-    Attributes:
-        op: the op; on an `AsyncAxis`, if its operands are on the CPU.
-        x: the operand, where this rank has no node for the call.
-        call: its metadata.
-        ticket: dummy tensor that links the start node to the wait node; None: this rank has no node for the call.
-        job: the pending call.
-        held: its result, where it ran synchronously.
-        adjoints: the started adjoint, by backward pass.
-    """
-
-    op: Op
-    x: Tensor | None
-    call: CallRecord
+    op: Op  # the op; on an `AsyncAxis`, if its operands are on the CPU
+    x: Tensor | None  # the operand, where this rank has no node for the call
+    call: CallRecord  # its metadata
+    # dummy tensor that links the start node to the wait node; None: this rank has no node for the call
     ticket: Tensor | None = None
-    job: WorkItem[Tensor] | StreamItem | None = None
-    held: Tensor | None = None
+    job: WorkItem[Tensor] | StreamItem | None = None  # the pending call
+    held: Tensor | None = None  # its result, where it ran synchronously
+    # the started adjoint, by backward pass
     adjoints: dict[int, AsyncCollective] = field(default_factory=dict)
 
     def start(self, x: Tensor) -> None:
@@ -125,12 +117,7 @@ def started(
 
 
 def finished(made: AsyncCollective, ticket: Tensor | None = None) -> Tensor:
-    """Wait for the result of a call.
-
-    Args:
-        made: the call.
-        ticket: the input of its wait node; None: the ticket of its start node.
-    """
+    """Wait for the result of a call; `ticket` is the input of its wait node, by default that of its start node."""
     if made.ticket is not None:
         y, _ = _wait(made, made.ticket if ticket is None else ticket, DETACHED_TOKEN)
         return y
@@ -563,12 +550,7 @@ def start_op(
 
 
 def combined(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:
-    """Several calls as one.
-
-    Args:
-        parts: the calls; at least one.
-        finish: computes the return value of `wait` from their results.
-    """
+    """Several calls, at least one, as one; `finish` computes the return value of `wait` from their results."""
     first = parts[0]
     for part in parts:
         part._mark_waited()  # the combined call is waited for instead

@@ -89,14 +89,8 @@ def apply_ordered(
     """Run an op as an ordered op: its backward runs even where its result is not used.
 
     It returns a token that requires grad; the op that takes it runs its backward first. Inside a forward-mode level the
-    op on the tangent is an ordered op too, on every rank, with zeros where there is no tangent.
-
-    Args:
-        op: the op.
-        x: this rank's operand.
-        token: that of the previous ordered op.
-        role: the role of the call, see `CallRecord`.
-        origin: the forward call that it belongs to.
+    op on the tangent is an ordered op too, on every rank, with zeros where there is no tangent. The argument `token` is
+    that of the previous ordered op; `role` and `origin` are those of `CallRecord`.
     """
     token = on_device_of(x, token)
     if not forward_level_open() or functorch_active():
@@ -118,13 +112,8 @@ def apply_ordered(
 def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None) -> Tensor:
     """Run an op outside of the order of `ordered()`.
 
-    Without a derivative no graph node is built, as that takes longer than a small collective on fast backends.
-
-    Args:
-        op: the op.
-        x: this rank's operand.
-        call: the metadata of the call.
-        token: that of a call that has to precede this one in the graph.
+    Without a derivative no graph node is built, as that takes longer than a small collective on fast backends. `token`
+    is that of a call that has to precede this one in the graph.
     """
     if compiling() and not isinstance(op, Traced):
         return _compiled(op, x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import enters_graphs, forward_level_open
-from gradmesh.errors import ArgumentError, GradmeshError, OrderError, message
+from gradmesh.errors import ArgumentError, GradmeshError, OrderError
 from gradmesh.transport import compiling
 
 
@@ -131,4 +131,4 @@ def _not_a_number(got: str) -> NoReturn:
 def _refuse(
     problem: str, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
 ) -> NoReturn:
-    raise kind(message(problem, op="scale_gradient", expected=expected, got=got, remedy=remedy))
+    raise kind.of(problem, op="scale_gradient", expected=expected, got=got, remedy=remedy)

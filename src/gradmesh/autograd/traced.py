@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from gradmesh._torch import constant_to_compilers, keep_order_in_inductor, ordered_effect, resolve_group
 from gradmesh._util.caches import BoundedCache
-from gradmesh.errors import ArgumentError, OrderError, message
+from gradmesh.errors import ArgumentError, OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.neighbor import Picked
 from gradmesh.ops.permute import Extents
@@ -37,19 +37,12 @@ from gradmesh.transport.run import apply, fake_result, sent
 
 
 class Encoded(NamedTuple):
-    """An op as arguments.
+    """An op as arguments."""
 
-    Attributes:
-        words: the names of its classes and dtypes, and placeholders for numbers and tensors, in order.
-        numbers: its numbers, in order.
-        tensors: its tensors, in order.
-        group: the name of the process group.
-    """
-
-    words: str
-    numbers: list[int]
-    tensors: list[Tensor]
-    group: str
+    words: str  # the names of its classes and dtypes, and placeholders for numbers and tensors, in order
+    numbers: list[int]  # its numbers, in order
+    tensors: list[Tensor]  # its tensors, in order
+    group: str  # the name of the process group
 
 
 _END = "\x1f"
@@ -153,13 +146,11 @@ def _kind(name: str) -> type[Any]:
     if name not in _kinds:
         _kinds.update((kind.__name__, kind) for kind in _derived(Op))
     if name not in _kinds:
-        raise ArgumentError(
-            message(
-                f"the exported program calls an unknown op, {name}",
-                expected="an op of this version of gradmesh, or an imported subclass of Op",
-                got=repr(name),
-                remedy="import the module that defines the op, or export the program again with this version",
-            )
+        raise ArgumentError.of(
+            f"the exported program calls an unknown op, {name}",
+            expected="an op of this version of gradmesh, or an imported subclass of Op",
+            got=repr(name),
+            remedy="import the module that defines the op, or export the program again with this version",
         )
     return _kinds[name]
 
@@ -269,17 +260,12 @@ collective = ordered_effect(collective)
 
 
 class Traced(LinearOp):
-    """An op that runs as an operator of torch's dispatcher, with adjoints of every order.
-
-    Attributes:
-        op: the op.
-        reorderable: whether symmetric ops become functional collectives, which a compiler may reorder.
-        followed: whether autograd traces the call now; otherwise it runs over the traced program at run time, where an
-            op that sends nothing needs its registered derivative too.
-    """
+    """An op that runs as an operator of torch's dispatcher, with adjoints of every order."""
 
     op: Op
-    reorderable: bool
+    reorderable: bool  # whether symmetric ops become functional collectives, which a compiler may reorder
+    # whether autograd traces the call now; otherwise it runs over the traced program at run time, where an op
+    # that sends nothing needs its registered derivative too
     followed: bool
 
     def __init__(self, op: Op, *, reorderable: bool = False, followed: bool = False) -> None:

@@ -38,30 +38,26 @@ def page(name: str) -> str:
     asked = name.lower().rpartition(".")[2]
     if asked not in spelled:
         near = difflib.get_close_matches(asked, spelled, n=1)
-        raise errors.ArgumentError(
-            errors.message(
-                f"no help page named {name!r}",
-                op="explain",
-                expected="the name of an error, such as AxisError, or a rule of gradmesh check, such as GM101",
-                got=repr(name),
-                remedy=f"did you mean {spelled[near[0]]}?"
-                if near
-                else "run `gradmesh explain` to list all pages",
-            )
+        raise errors.ArgumentError.of(
+            f"no help page named {name!r}",
+            op="explain",
+            expected="the name of an error, such as AxisError, or a rule of gradmesh check, such as GM101",
+            got=repr(name),
+            remedy=f"did you mean {spelled[near[0]]}?"
+            if near
+            else "run `gradmesh explain` to list all pages",
         )
     found = spelled[asked]
     folder = "rules" if found in RULES else "errors"
     for root in (_INSTALLED, _CHECKOUT):
         if (file := root / folder / f"{found}.md").is_file():
             return _plain(file.read_text())
-    raise errors.ArgumentError(
-        errors.message(
-            "the help pages are not installed",
-            op="explain",
-            expected=f"{folder}/{found}.md in {_INSTALLED} or {_CHECKOUT}",
-            got="neither file exists",
-            remedy="install gradmesh from a wheel, or run it from a clone of the repository",
-        )
+    raise errors.ArgumentError.of(
+        "the help pages are not installed",
+        op="explain",
+        expected=f"{folder}/{found}.md in {_INSTALLED} or {_CHECKOUT}",
+        got="neither file exists",
+        remedy="install gradmesh from a wheel, or run it from a clone of the repository",
     )
 
 

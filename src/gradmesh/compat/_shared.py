@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import Function, FunctionMeta
 
 from gradmesh.autograd.rule import apply
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.all_to_all import AllToAll
@@ -129,14 +129,12 @@ def with_nones(ctx: Any, grad: Tensor) -> Any:
 def _kept(ctx: Any) -> tuple[LinearOp, int]:
     found: tuple[LinearOp, int] | None = getattr(ctx, "gradmesh_call", None)
     if found is None:
-        raise ArgumentError(
-            message(
-                "forward was not called with this context",
-                op="compat",
-                expected="the ctx that forward was called with",
-                got=type(ctx).__name__ if ctx is not None else "None",
-                remedy="call forward(ctx, ...) first, with the same ctx",
-            )
+        raise ArgumentError.of(
+            "forward was not called with this context",
+            op="compat",
+            expected="the ctx that forward was called with",
+            got=type(ctx).__name__ if ctx is not None else "None",
+            remedy="call forward(ctx, ...) first, with the same ctx",
         )
     return found
 

@@ -57,9 +57,9 @@ from gradmesh.compat.gp_utils import (
 )
 from gradmesh.compat.gp_utils import cleanup_gp as _cleanup_groups
 from gradmesh.compat.ksuit import separate
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.nn.graph import GraphPlan, Rows, by_count, by_space
-from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner, failing
+from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes, balanced
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -290,16 +290,14 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Te
 def _gather(input: Tensor, natoms: int, dst: Convention, name: str) -> Tensor:
     axis, total = gp_axis(), integer(natoms)
     if total is None or total < 0:
-        raise ArgumentError(
-            message(
-                "natoms must be an int >= 0",
-                op=f"compat.fairchem.{name}",
-                axis=str(axis),
-                expected="the number of atoms of all ranks, e.g. natoms=100",
-                got=f"natoms={natoms!r}",
-                remedy="if this is a dimension, the call is for fairchem-core up to 2.10: import\n"
-                "gradmesh.compat.gp_utils instead of gradmesh.compat.fairchem",
-            )
+        raise ArgumentError.of(
+            "natoms must be an int >= 0",
+            op=f"compat.fairchem.{name}",
+            axis=str(axis),
+            expected="the number of atoms of all ranks, e.g. natoms=100",
+            got=f"natoms={natoms!r}",
+            remedy="if this is a dimension, the call is for fairchem-core up to 2.10: import\n"
+            "gradmesh.compat.gp_utils instead of gradmesh.compat.fairchem",
         )
     sizes = size_list_fn(total, axis.size)
     padded = input.dim() > 0 and input.size(0) == sizes[0]
@@ -384,14 +382,12 @@ def resolve_gp_config_for_workers(
         return gp_config
     given = gp_config or GraphParallelConfig()
     if given.group_size not in (1, num_workers):
-        raise ArgumentError(
-            message(
-                "group_size differs from the number of workers",
-                op="compat.fairchem.resolve_gp_config_for_workers",
-                expected=f"group_size={num_workers}, or 1 (the default), which is replaced",
-                got=f"group_size={given.group_size}",
-                remedy="omit group_size",
-            )
+        raise ArgumentError.of(
+            "group_size differs from the number of workers",
+            op="compat.fairchem.resolve_gp_config_for_workers",
+            expected=f"group_size={num_workers}, or 1 (the default), which is replaced",
+            got=f"group_size={given.group_size}",
+            remedy="omit group_size",
         )
     return replace(given, group_size=num_workers)
 
@@ -591,13 +587,13 @@ def build_gp_context(
         [([1], [[0, 2], [1, 1]]), ([0], [[1], [0]])]
     """
     call = Call("compat.fairchem.build_gp_context", torch.empty(0), gp_axis())
-    axis, fail = call.axis, failing(call)
+    axis, fail = call.axis, call.fail
     if initialized() and (rank, world_size) != (axis.rank, axis.size):
         fail(
             "rank and world_size do not match the gp group",
-            f"rank={axis.rank}, world_size={axis.size}",
-            f"rank={rank}, world_size={world_size}",
-            "pass get_gp_rank() and get_gp_world_size()",
+            expected=f"rank={axis.rank}, world_size={axis.size}",
+            got=f"rank={rank}, world_size={world_size}",
+            remedy="pass get_gp_rank() and get_gp_world_size()",
         )
     owner = checked_owner(rank_assignments, world_size, fail)
     own = (
@@ -612,13 +608,14 @@ def build_gp_context(
     if len(lost):
         fail(
             "an edge ends at an atom that this rank neither owns nor receives",
-            f"targets that rank {rank} owns, or that are sources of its other edges",
-            f"{len(lost)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, lost[0]].tolist()}",
-            "pass each edge on the rank that owns its target",
+            expected=f"targets that rank {rank} owns, or that are sources of its other edges",
+            got=f"{len(lost)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, lost[0]].tolist()}",
+            remedy="pass each edge on the rank that owns its target",
         )
     plan = GraphPlan(pairs[:, ends_here], owner, axis, own=own) if initialized() else None
     rows: Rows
-    if plan is not None and not _any_rank(not bool(ends_here.all()), axis):
+    foreign = torch.tensor(int(not ends_here.all()), device=exchange_device(axis))
+    if plan is not None and not all_reduce(foreign, axis, op="max", dst=R):
         rows = plan
     else:
         plan, rows = None, Rows(axis if initialized() else Axis("gp", rank, world_size, axis.group), owner)
@@ -647,10 +644,6 @@ def build_gp_context(
         needed_atoms=rows.remote,
         global_to_local=local,
     )
-
-
-def _any_rank(here: bool, axis: Axis) -> bool:
-    return bool(all_reduce(torch.tensor(int(here), device=exchange_device(axis)), axis, op="max", dst=R))
 
 
 def all_to_all_collect(

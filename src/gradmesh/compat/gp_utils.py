@@ -47,7 +47,7 @@ from gradmesh.compat._shared import (
     run,
     single_rank_axis,
 )
-from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError, message
+from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError
 from gradmesh.runtime.mesh import Axis, world_group
 from gradmesh.runtime.state import rank_state
 from gradmesh.types import I, R
@@ -111,16 +111,14 @@ def ensure_div(a: int, b: int) -> None:
         >>> ensure_div(6, 3)
     """
     if b < 1 or a % b:
-        raise ArgumentError(
-            message(
-                f"{b} does not divide {a}",
-                op="compat.gp_utils.ensure_div",
-                expected=f"a positive divisor of {a}",
-                got=f"a={a}, b={b}",
-                remedy=f"choose a group size from {[n for n in range(1, min(a, 64) + 1) if a % n == 0]}"
-                if 0 < a < 4096
-                else "choose a group size that divides the number of ranks",
-            )
+        raise ArgumentError.of(
+            f"{b} does not divide {a}",
+            op="compat.gp_utils.ensure_div",
+            expected=f"a positive divisor of {a}",
+            got=f"a={a}, b={b}",
+            remedy=f"choose a group size from {[n for n in range(1, min(a, 64) + 1) if a % n == 0]}"
+            if 0 < a < 4096
+            else "choose a group size that divides the number of ranks",
         )
 
 
@@ -192,14 +190,12 @@ def setup_graph_parallel_groups(graph_parallel_group_size: int, distributed_back
 
 def _set_up(world: dist.ProcessGroup, size: int, backend: str | None, name: str) -> None:
     if initialized():
-        raise GradmeshError(
-            message(
-                "the groups are set up already",
-                op=f"compat.gp_utils.{name}",
-                expected="one set-up",
-                got=f"existing groups with {get_gp_world_size()} ranks for each graph",
-                remedy="call cleanup_gp() first",
-            )
+        raise GradmeshError.of(
+            "the groups are set up already",
+            op=f"compat.gp_utils.{name}",
+            expected="one set-up",
+            got=f"existing groups with {get_gp_world_size()} ranks for each graph",
+            remedy="call cleanup_gp() first",
         )
     ensure_div(world.size(), size)
     layout = torch.arange(world.size()).view(-1, size)
@@ -229,14 +225,12 @@ def cleanup_gp() -> None:
     """
     made = rank_state().get(_Groups)
     if made is None:
-        raise NotInitializedError(
-            message(
-                "the groups are not set up",
-                op="compat.gp_utils.cleanup_gp",
-                expected="groups made by setup_gp or setup_graph_parallel_groups",
-                got="no groups",
-                remedy="call cleanup_gp() once, after the set-up; test with initialized()",
-            )
+        raise NotInitializedError.of(
+            "the groups are not set up",
+            op="compat.gp_utils.cleanup_gp",
+            expected="groups made by setup_gp or setup_graph_parallel_groups",
+            got="no groups",
+            remedy="call cleanup_gp() once, after the set-up; test with initialized()",
         )
     rank_state().drop(_Groups)
     if made.world is dist.group.WORLD:
@@ -326,14 +320,12 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     size = tensor.size(dim)
     missing = -size % get_gp_world_size() if target_size is None else target_size - size
     if missing < 0:
-        raise ShapeError(
-            message(
-                "the tensor is longer than target_size",
-                op="compat.gp_utils.pad_tensor",
-                expected=f"size at most {target_size} along dim {dim}",
-                got=f"shape {tuple(tensor.shape)}",
-                remedy=f"pass the maximum of all ranks' sizes, at least target_size={size}",
-            )
+        raise ShapeError.of(
+            "the tensor is longer than target_size",
+            op="compat.gp_utils.pad_tensor",
+            expected=f"size at most {target_size} along dim {dim}",
+            got=f"shape {tuple(tensor.shape)}",
+            remedy=f"pass the maximum of all ranks' sizes, at least target_size={size}",
         )
     if missing == 0:
         return tensor
@@ -577,16 +569,14 @@ def _refuse_natoms(input: Tensor, dim: int, natoms: object, name: str) -> None:
     inside = not isinstance(dim, int) or -input.dim() <= dim < input.dim()
     if natoms is None and inside:
         return
-    raise ArgumentError(
-        message(
-            "natoms is not supported" if natoms is not None else "dim is out of range",
-            op=f"compat.gp_utils.{name}",
-            axis=str(gp_axis()),
-            expected=f"(input, dim), with {-input.dim()} <= dim < {input.dim()} for a {input.dim()}-d tensor",
-            got=f"natoms={natoms!r}" if natoms is not None else f"dim={dim!r} for shape {tuple(input.shape)}",
-            remedy="if this is a number of atoms, the call is for fairchem-core 2.11 or later: import\n"
-            "gradmesh.compat.fairchem instead of gradmesh.compat.gp_utils",
-        )
+    raise ArgumentError.of(
+        "natoms is not supported" if natoms is not None else "dim is out of range",
+        op=f"compat.gp_utils.{name}",
+        axis=str(gp_axis()),
+        expected=f"(input, dim), with {-input.dim()} <= dim < {input.dim()} for a {input.dim()}-d tensor",
+        got=f"natoms={natoms!r}" if natoms is not None else f"dim={dim!r} for shape {tuple(input.shape)}",
+        remedy="if this is a number of atoms, the call is for fairchem-core 2.11 or later: import\n"
+        "gradmesh.compat.fairchem instead of gradmesh.compat.gp_utils",
     )
 
 

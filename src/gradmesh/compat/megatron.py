@@ -52,7 +52,7 @@ from gradmesh.compat._shared import (
     run,
     single_rank_axis,
 )
-from gradmesh.errors import AxisError, message
+from gradmesh.errors import AxisError
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
@@ -147,15 +147,13 @@ def _of_ranks(group: Ranks) -> Axis:
     ]
     same = [one for one in held if (one.rank(), one.size()) == (group.rank(), group.size())]
     if len(same) != 1:
-        raise AxisError(
-            message(
-                "cannot find the process group of a custom group object",
-                op="compat.megatron",
-                expected="a ProcessGroup, or an object with exactly one attribute that is a ProcessGroup of the same "
-                "rank and size",
-                got=f"{type(group).__name__}, rank {group.rank()} of {group.size()}, with {len(same)} such attributes",
-                remedy="pass the ProcessGroup itself",
-            )
+        raise AxisError.of(
+            "cannot find the process group of a custom group object",
+            op="compat.megatron",
+            expected="a ProcessGroup, or an object with exactly one attribute that is a ProcessGroup of the same "
+            "rank and size",
+            got=f"{type(group).__name__}, rank {group.rank()} of {group.size()}, with {len(same)} such attributes",
+            remedy="pass the ProcessGroup itself",
         )
     return resolve(same[0], "compat.megatron")
 
@@ -177,7 +175,7 @@ def _forward(make: Callable[[Tensor, Axis], LinearOp]) -> Any:
 class _CopyToModelParallelRegion(OpFunction):
     """I -> R: the identity; backward sums. See `copy_to_tensor_model_parallel_region`."""
 
-    forward = _forward(lambda x, axis: _shared.replicate(x, axis))
+    forward = _forward(_shared.replicate)
 
 
 class _ReduceFromModelParallelRegion(OpFunction):

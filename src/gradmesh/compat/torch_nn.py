@@ -37,7 +37,7 @@ from gradmesh import types
 from gradmesh.autograd.rule import apply
 from gradmesh.compat import _shared
 from gradmesh.compat.ksuit import separate
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve, world_group
 from gradmesh.types import R
@@ -81,7 +81,7 @@ class _Call:
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[ArgumentError] = ArgumentError
     ) -> NoReturn:
         axis = str(self.axis)
-        raise kind(message(problem, op=self.op, axis=axis, expected=expected, got=got, remedy=remedy))
+        raise kind.of(problem, op=self.op, axis=axis, expected=expected, got=got, remedy=remedy)
 
     def root(self, rank: int, name: str) -> int:
         """The index on the axis of a global rank."""

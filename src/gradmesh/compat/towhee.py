@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradmesh.compat import _shared
 from gradmesh.compat._shared import OpFunction, run
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import I
 
@@ -60,15 +60,13 @@ class AllGather(OpFunction):
         alone = world_size == 1
         found = _shared.single_rank_axis("one rank") if alone else resolve(axis, "compat.towhee.AllGather")
         if world_size != found.size:
-            raise ArgumentError(
-                message(
-                    "args.world_size differs from the axis size",
-                    op="compat.towhee.AllGather",
-                    axis=str(found),
-                    expected=f"args.world_size={found.size}",
-                    got=f"args.world_size={world_size!r}",
-                    remedy=f"set args.world_size={found.size}, or pass the axis: AllGather.apply(x, args, axis)",
-                )
+            raise ArgumentError.of(
+                "args.world_size differs from the axis size",
+                op="compat.towhee.AllGather",
+                axis=str(found),
+                expected=f"args.world_size={found.size}",
+                got=f"args.world_size={world_size!r}",
+                remedy=f"set args.world_size={found.size}, or pass the axis: AllGather.apply(x, args, axis)",
             )
         if tensor.dim() == 0:
             tensor = tensor.unsqueeze(0)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -42,7 +42,7 @@ from gradmesh.nn.inputs import check_own_size
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.permute import Shift
-from gradmesh.ops.sizes import Sizes, balanced
+from gradmesh.ops.sizes import Sizes, balanced, intervals
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.runtime.state import must_decompose
 from gradmesh.transport import compiling
@@ -93,38 +93,26 @@ class Piece(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A rectangle of scores to compute. Intervals are half-open.
+    """A rectangle of scores to compute. Intervals are half-open."""
 
-    Attributes:
-        batch: interval of the batch; None: all.
-        rows: interval of the local rows.
-        keys: interval of the block's keys.
-        diagonal: True for a causal mask within the tile; rows and keys are then the same positions.
-    """
-
-    batch: tuple[int, int] | None
-    rows: tuple[int, int]
-    keys: tuple[int, int]
+    batch: tuple[int, int] | None  # interval of the batch; None: all
+    rows: tuple[int, int]  # interval of the local rows
+    keys: tuple[int, int]  # interval of the block's keys
+    # True for a causal mask within the tile; rows and keys are then the same positions
     diagonal: bool = False
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The distribution of a sequence over the ranks, and its mask.
+    """The distribution of a sequence over the ranks, and its mask."""
 
-    Attributes:
-        rows: each rank's pieces of the queries.
-        keys: each rank's pieces of the keys; differs from `rows` in cross attention, which has no mask.
-        causal: True if a position attends only to positions up to itself.
-        lengths: of the documents in the sequence, one tuple for each sequence of the batch, or one for all.
-        fold: number of groups of heads that are folded into the batch.
-    """
-
-    rows: tuple[tuple[Piece, ...], ...]
+    rows: tuple[tuple[Piece, ...], ...]  # each rank's pieces of the queries
+    # each rank's pieces of the keys; differs from `rows` in cross attention, which has no mask
     keys: tuple[tuple[Piece, ...], ...]
-    causal: bool
+    causal: bool  # True if a position attends only to positions up to itself
+    # of the documents in the sequence, one tuple for each sequence of the batch, or one for all
     lengths: tuple[tuple[int, ...], ...] | None
-    fold: int = 1
+    fold: int = 1  # number of groups of heads that are folded into the batch
 
 
 class _Part(NamedTuple):
@@ -175,11 +163,11 @@ _cached_tiles = lru_cache(maxsize=256)(_tiles)
 
 def _parts(pieces: Sequence[Piece], lengths: Sequence[int] | None) -> list[_Part]:
     """The pieces, split at document boundaries, without the padding after the last document."""
-    ends = [0, *accumulate((pieces[-1].stop,) if lengths is None else lengths)]
+    documents = intervals((pieces[-1].stop,) if lengths is None else lengths)
     found: list[_Part] = []
     first = 0
     for start, stop in pieces:
-        for document, (begin, end) in enumerate(pairwise(ends)):
+        for document, (begin, end) in enumerate(documents):
             low, high = max(start, begin), min(stop, end)
             if low < high:
                 found.append(_Part(document, low, high, first + low - start))
@@ -237,13 +225,7 @@ def exact(device: torch.device) -> torch.autocast:
 
 
 class BlockwiseAttention:
-    """Accumulates attention over blocks of keys.
-
-    Args:
-        q: (batch, heads, rows, features).
-        features: of the values.
-        scale: of the scores.
-    """
+    """Accumulates attention over blocks of keys; `q` has shape (batch, heads, rows, features)."""
 
     def __init__(self, q: Tensor, features: int, scale: float) -> None:
         self._q, self._scale, self._features = q, scale, features
@@ -286,16 +268,7 @@ class BlockwiseAttention:
 
 
 class BlockwiseGradients:
-    """Accumulates the gradients of attention over blocks of keys.
-
-    Args:
-        q: the queries.
-        out: the attention output.
-        lse: its logsumexp.
-        grad: the gradient of `out`.
-        grad_lse: the gradient of `lse`, or None.
-        scale: of the scores.
-    """
+    """Accumulates the gradients of attention over blocks of keys."""
 
     def __init__(
         self, q: Tensor, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None, scale: float
@@ -394,23 +367,14 @@ Work = Callable[[Sequence[Tile], Tensor, Tensor], Iterable[Tensor]]
 
 @dataclass(frozen=True)
 class Ring:
-    """One call of ring attention on one rank.
-
-    Attributes:
-        axis: the ranks.
-        layout: the distribution of the sequence over the ranks.
-        sizes: each rank's number of keys.
-        features: of a key and of a value.
-        scale: of the scores.
-        signature: the call as text, which the ranks compare.
-    """
+    """One call of ring attention on one rank."""
 
     axis: Axis
-    layout: Layout
-    sizes: tuple[int, ...]
-    features: tuple[int, int]
-    scale: float
-    signature: str
+    layout: Layout  # the distribution of the sequence over the ranks
+    sizes: tuple[int, ...]  # each rank's number of keys
+    features: tuple[int, int]  # of a key and of a value
+    scale: float  # of the scores
+    signature: str  # the call as text, which the ranks compare
 
     def op(self, hop: int) -> Shift:
         """The collective that sends a block on after `hop` hops."""
@@ -657,27 +621,17 @@ _ORDERS: dict[str, Order] = {"plain": "plain", "zigzag": "zigzag"}
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Checked arguments of a distributed attention call.
-
-    Attributes:
-        axis: the ranks.
-        rows: each rank's number of queries.
-        keys: each rank's number of keys; differs from `rows` in cross attention only.
-        order: how the sequence is sharded.
-        causal: True if a position attends only to positions up to itself.
-        lengths: of documents; one tuple for each sequence of the batch, or one for all.
-        scale: of the scores.
-        signature: all of it as text, which the ranks compare.
-    """
+    """Checked arguments of a distributed attention call."""
 
     axis: Axis
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-    order: Order
-    causal: bool
+    rows: tuple[int, ...]  # each rank's number of queries
+    keys: tuple[int, ...]  # each rank's number of keys; differs from `rows` in cross attention only
+    order: Order  # how the sequence is sharded
+    causal: bool  # True if a position attends only to positions up to itself
+    # of documents; one tuple for each sequence of the batch, or one for all
     lengths: tuple[tuple[int, ...], ...] | None
-    scale: float
-    signature: str
+    scale: float  # of the scores
+    signature: str  # all of it as text, which the ranks compare
 
     @classmethod
     def of(
@@ -1023,25 +977,19 @@ def ulysses_attention(
 
 @dataclass(frozen=True)
 class _Heads:
-    """The distribution of heads over the ranks.
+    """The distribution of heads over the ranks."""
 
-    Attributes:
-        queries: each rank's number of query heads.
-        groups: each rank's number of KV heads.
-        sent: the KV heads in the order in which they are sent; None: unchanged.
-        used: for each local query head, its local KV head; None: equally many query heads for each.
-    """
-
-    queries: tuple[int, ...]
-    groups: tuple[int, ...]
-    sent: Tensor | None
+    queries: tuple[int, ...]  # each rank's number of query heads
+    groups: tuple[int, ...]  # each rank's number of KV heads
+    sent: Tensor | None  # the KV heads in the order in which they are sent; None: unchanged
+    # for each local query head, its local KV head; None: equally many query heads for each
     used: Tensor | None
 
     @classmethod
     def of(cls, heads: int, groups: int, axis: Axis) -> _Heads:
         """Distribute query heads evenly; each KV head goes to every rank that has a matching query head."""
         queries, each = balanced(heads, axis.size), heads // groups
-        cuts = list(pairwise(accumulate(queries, initial=0)))
+        cuts = intervals(queries)
         needed = [
             range(start // each, -(-stop // each) if stop > start else start // each) for start, stop in cuts
         ]

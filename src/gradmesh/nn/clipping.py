@@ -27,7 +27,7 @@ from torch.nn import utils
 from gradmesh._torch import default_group
 from gradmesh._torch.fsdp import flattened, is_flattened
 from gradmesh._util.structure import Packed
-from gradmesh.errors import ArgumentError, MismatchError, message
+from gradmesh.errors import ArgumentError, MismatchError
 from gradmesh.nn.inputs import HALVES
 from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
@@ -136,15 +136,13 @@ def mark_sharded(parameter: TensorT, axis: AxisLike = None) -> TensorT:
     """
     here = resolve(axis, "nn.mark_sharded")
     if not isinstance(parameter, Tensor):
-        raise ArgumentError(
-            message(
-                "parameter is not a tensor",
-                op="nn.mark_sharded",
-                axis=str(here),
-                expected="a torch.nn.Parameter or another tensor",
-                got=type(parameter).__name__,
-                remedy="for a module: for p in module.parameters(): gm.nn.mark_sharded(p)",
-            )
+        raise ArgumentError.of(
+            "parameter is not a tensor",
+            op="nn.mark_sharded",
+            axis=str(here),
+            expected="a torch.nn.Parameter or another tensor",
+            got=type(parameter).__name__,
+            remedy="for a module: for p in module.parameters(): gm.nn.mark_sharded(p)",
         )
     known = getattr(parameter, _MARK, ())
     if here not in known:
@@ -315,9 +313,7 @@ class _Call:
 
     def fail(self, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
         axis = None if self.here is None else str(self.here)
-        raise ArgumentError(
-            message(problem, op=self.op, axis=axis, expected=expected, got=got, remedy=remedy)
-        )
+        raise ArgumentError.of(problem, op=self.op, axis=axis, expected=expected, got=got, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -551,16 +547,14 @@ def _compare(op: str, here: Axis, rows: Tensor, total: Tensor) -> None:
     # Tolerance for rounding: relative to these gradients, or to the total norm if they are close to zero.
     allowed = max(min(8 * eps**0.5, 0.05) * max(norms), min(1e3 * eps, 0.05) * float(total))
     if all(map(math.isfinite, norms)) and max(norms) - min(norms) > allowed:
-        raise MismatchError(
-            message(
-                "parameters that count as replicated have different gradients on the ranks",
-                op=op,
-                axis=str(here),
-                expected="equal gradients of replicated parameters: summed or averaged over the ranks",
-                got="\n".join(f"rank {rank}: norm {norm:.6g}" for rank, norm in enumerate(norms)),
-                remedy="mark custom shards with gradmesh.nn.mark_sharded(parameter, axis); reduce the gradients before "
-                "clipping; or pass axis= if other ranks train another model",
-            )
+        raise MismatchError.of(
+            "parameters that count as replicated have different gradients on the ranks",
+            op=op,
+            axis=str(here),
+            expected="equal gradients of replicated parameters: summed or averaged over the ranks",
+            got="\n".join(f"rank {rank}: norm {norm:.6g}" for rank, norm in enumerate(norms)),
+            remedy="mark custom shards with gradmesh.nn.mark_sharded(parameter, axis); reduce the gradients before "
+            "clipping; or pass axis= if other ranks train another model",
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import NoReturn
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from gradmesh.nn.inputs import outside, readable, upcast
 from gradmesh.nn.tensor import Parallel
-from gradmesh.ops.sizes import balanced
+from gradmesh.ops.sizes import balanced, intervals
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.types import I
 from gradmesh.verbs.call import Call, integer
@@ -102,8 +101,7 @@ class ExpertDispatch:
         # The only time that the host waits for a device.
         every: list[int] = torch.cat((wanted, came)).tolist()
         by_rank = [every[start : start + local] for start in range(total, len(every), local or 1)] or [[]]
-        ends = list(accumulate(sizes, initial=0))
-        self._sent: list[int] = [sum(every[start:end]) for start, end in pairwise(ends)]
+        self._sent: list[int] = [sum(every[start:end]) for start, end in intervals(sizes)]
         self._received: list[int] = [sum(rows) for rows in by_rank] if local else [0] * here.size
         self.counts: list[int] = [sum(of_expert) for of_expert in zip(*by_rank, strict=True)]
         self._order = flat.argsort(stable=True)[: sum(self._sent)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, to_list, transforms_active
-from gradmesh.errors import MismatchError, ShapeError, message
+from gradmesh.errors import MismatchError, ShapeError
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import compiling
 from gradmesh.transport.run import accelerator, exchange_device
@@ -65,15 +65,13 @@ def agree(axis: Axis, verb: str, names: str, numbers: list[int], *tensors: Tenso
     rows = to_list(all_gather(torch.tensor([local], device=exchange_device(axis)), axis))
     differing = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if differing:
-        raise MismatchError(
-            message(
-                "the ranks' arguments differ",
-                op=verb,
-                axis=str(axis),
-                expected=f"the same {names} on every rank",
-                got=f"different values on rank {', '.join(map(str, differing))} and on rank 0",
-                remedy="compute them on one rank and broadcast them, or compute them deterministically on every rank",
-            )
+        raise MismatchError.of(
+            "the ranks' arguments differ",
+            op=verb,
+            axis=str(axis),
+            expected=f"the same {names} on every rank",
+            got=f"different values on rank {', '.join(map(str, differing))} and on rank 0",
+            remedy="compute them on one rank and broadcast them, or compute them deterministically on every rank",
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.nn.inputs import readable, upcast
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.verbs.call import Call
@@ -96,16 +96,14 @@ class SyncBatchNorm(nn.BatchNorm1d):
     def _of(cls, norm: nn.Module, axis: AxisLike) -> SyncBatchNorm:
         """A norm with the parameters and buffers of another one."""
         if isinstance(norm, _LAZY) or type(norm).forward not in [each.forward for each in _BATCH_NORMS]:
-            raise ArgumentError(
-                message(
-                    "cannot convert this norm",
-                    op="nn.SyncBatchNorm.converted",
-                    expected="torch's batch norms, or subclasses that do not override forward",
-                    got=type(norm).__name__,
-                    remedy="run one batch through the module first, which initializes its lazy norms"
-                    if isinstance(norm, _LAZY)
-                    else f"use gm.nn.SyncBatchNorm inside {type(norm).__name__}",
-                )
+            raise ArgumentError.of(
+                "cannot convert this norm",
+                op="nn.SyncBatchNorm.converted",
+                expected="torch's batch norms, or subclasses that do not override forward",
+                got=type(norm).__name__,
+                remedy="run one batch through the module first, which initializes its lazy norms"
+                if isinstance(norm, _LAZY)
+                else f"use gm.nn.SyncBatchNorm inside {type(norm).__name__}",
             )
         old: Any = norm
         numbers = (old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)

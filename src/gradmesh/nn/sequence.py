@@ -13,14 +13,13 @@ such as a rotary embedding, use `positions`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.ops.sizes import balanced
+from gradmesh.errors import ArgumentError, ShapeError
+from gradmesh.ops.sizes import balanced, intervals
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.transport.run import constants
 from gradmesh.types import Convention, I, R
@@ -45,9 +44,9 @@ def spans(order: Order, sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ..
     (((0, 2), (6, 8)), ((2, 4), (4, 6)))
     """
     if order == "plain":
-        return tuple((span,) for span in _in_a_row(sizes))
+        return tuple((span,) for span in intervals(sizes))
     ranks = len(sizes)
-    cut = _in_a_row(balanced(sum(sizes), 2 * ranks))
+    cut = intervals(balanced(sum(sizes), 2 * ranks))
     return tuple((cut[rank], cut[-1 - rank]) for rank in range(ranks))
 
 
@@ -70,10 +69,6 @@ def positions_of(order: Order, sizes: Sequence[int]) -> list[int]:
     [0, 3, 1, 2]
     """
     return [position for rank in spans(order, sizes) for span in rank for position in range(*span)]
-
-
-def _in_a_row(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def sizes(length: int, axis: AxisLike = None, *, order: Order = "plain") -> tuple[int, ...]:
@@ -189,15 +184,13 @@ def unshard(
     found = sizes_on(x, here, dim)
     expected = sizes_of(order, sum(found), here.size)
     if order == "zigzag" and found != expected:
-        raise ShapeError(
-            message(
-                "the ranks' shards do not have the sizes of a zigzag sequence",
-                op=call.verb,
-                axis=str(here),
-                expected=f"sizes {expected}",
-                got=f"sizes {found}",
-                remedy=f'shard it with gm.nn.sequence.shard(x, dim={dim}, order="zigzag")',
-            )
+        raise ShapeError.of(
+            "the ranks' shards do not have the sizes of a zigzag sequence",
+            op=call.verb,
+            axis=str(here),
+            expected=f"sizes {expected}",
+            got=f"sizes {found}",
+            remedy=f'shard it with gm.nn.sequence.shard(x, dim={dim}, order="zigzag")',
         )
     whole = all_gather(x, here, dim, dst=dst, sizes=found)
     if order == "plain":
@@ -211,14 +204,12 @@ def _order(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _known(order: object, verb: str, axis: str) -> Order:
     if order not in ("plain", "zigzag"):
-        raise ArgumentError(
-            message(
-                "unknown order",
-                op=f"nn.sequence.{verb}",
-                axis=axis,
-                expected='order="plain" or order="zigzag"',
-                got=f"order={order!r}",
-                remedy='omit it, or pass order="zigzag" for causal attention',
-            )
+        raise ArgumentError.of(
+            "unknown order",
+            op=f"nn.sequence.{verb}",
+            axis=axis,
+            expected='order="plain" or order="zigzag"',
+            got=f"order={order!r}",
+            remedy='omit it, or pass order="zigzag" for causal attention',
         )
     return order

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._util.structure import tensors_in
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 
 def skipped(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -94,4 +94,4 @@ def _wrappers() -> tuple[type, ...]:
 
 def _refuse(module: nn.Module, problem: str, remedy: str) -> NoReturn:
     text = f"{type(module).__name__} cannot be skipped: {problem}"
-    raise ArgumentError(message(text, op="nn.skipped", remedy=remedy))
+    raise ArgumentError.of(text, op="nn.skipped", remedy=remedy)

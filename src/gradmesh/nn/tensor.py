@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradmesh._torch import is_fake, transforms_active
 from gradmesh._util.structure import Packed
-from gradmesh.errors import ArgumentError, DTypeError, MismatchError, ShapeError, message
+from gradmesh.errors import ArgumentError, DTypeError, MismatchError, ShapeError
 from gradmesh.nn.clipping import Sharding, remember
 from gradmesh.nn.inputs import outside, readable, upcast
 from gradmesh.ops.sizes import balanced
@@ -97,16 +97,14 @@ class Parallel(nn.Module):
             self._check_adapters(axis)
         for name, cut in self.cuts.items():
             if len(cut.sizes) != axis.size:
-                raise ArgumentError(
-                    message(
-                        "the axis has another number of ranks than at the layer's construction",
-                        op=f"nn.{type(self).__name__}",
-                        axis=str(axis),
-                        expected=f"an axis of {len(cut.sizes)} ranks: {name} is sharded as {cut.sizes}",
-                        got=f"{axis.size} ranks",
-                        remedy="construct the layer on this axis, and load the dense state with "
-                        "gm.nn.load_dense_state_dict",
-                    )
+                raise ArgumentError.of(
+                    "the axis has another number of ranks than at the layer's construction",
+                    op=f"nn.{type(self).__name__}",
+                    axis=str(axis),
+                    expected=f"an axis of {len(cut.sizes)} ranks: {name} is sharded as {cut.sizes}",
+                    got=f"{axis.size} ranks",
+                    remedy="construct the layer on this axis, and load the dense state with "
+                    "gm.nn.load_dense_state_dict",
                 )
         return axis
 
@@ -114,15 +112,13 @@ class Parallel(nn.Module):
         """Refuse what peft adds to a sharded parameter for `target_parameters`: its factors would not be sharded."""
         for name, parametrization in self.get_submodule("parametrizations").named_children():
             if any(type(each).__name__.startswith("_Lora") for each in parametrization.children()):
-                raise ArgumentError(
-                    message(
-                        f"an adapter (LoRA) changes the sharded parameter {name} of {self.path or 'a layer'!r}",
-                        op=f"nn.{type(self).__name__}",
-                        axis=str(axis),
-                        expected="low-rank weights that are sharded with the layer",
-                        got="low-rank weights whose gradients are those of one rank's shard",
-                        remedy="add the adapter with target_modules before tensor_parallel, which then shards both",
-                    )
+                raise ArgumentError.of(
+                    f"an adapter (LoRA) changes the sharded parameter {name} of {self.path or 'a layer'!r}",
+                    op=f"nn.{type(self).__name__}",
+                    axis=str(axis),
+                    expected="low-rank weights that are sharded with the layer",
+                    got="low-rank weights whose gradients are those of one rank's shard",
+                    remedy="add the adapter with target_modules before tensor_parallel, which then shards both",
                 )
 
     def cut(self, dim: int, total: int, sizes: Sequence[int] | None) -> Cut:
@@ -132,15 +128,13 @@ class Parallel(nn.Module):
         even = balanced(total, axis.size)
         each = even if sizes is None else tuple(-1 if integer(n) is None else n for n in given)
         if len(each) != axis.size or sum(each) != total or min(each) < 0:
-            raise ArgumentError(
-                message(
-                    "sizes does not match the layer",
-                    op=f"nn.{type(self).__name__}",
-                    axis=str(axis),
-                    expected=f"{axis.size} ints >= 0 that add up to {total}",
-                    got=f"sizes={sizes!r}",
-                    remedy=f"pass e.g. sizes={even}, or omit it for this even split",
-                )
+            raise ArgumentError.of(
+                "sizes does not match the layer",
+                op=f"nn.{type(self).__name__}",
+                axis=str(axis),
+                expected=f"{axis.size} ints >= 0 that add up to {total}",
+                got=f"sizes={sizes!r}",
+                remedy=f"pass e.g. sizes={even}, or omit it for this even split",
             )
         return Cut(dim, each)
 
@@ -233,15 +227,13 @@ class Replicated(nn.Module):
         super().__init__()
         for name, each in module.named_modules():
             if isinstance(each, (Parallel, Replicated)) and each.over == axis:
-                raise ArgumentError(
-                    message(
-                        "the module contains a layer that is already sharded or replicated over this axis",
-                        op="nn.Replicated",
-                        axis=repr(axis),
-                        expected="a module without parallel or Replicated layers over the axis",
-                        got=f"{type(each).__name__} {name!r}",
-                        remedy="wrap the other submodules one by one",
-                    )
+                raise ArgumentError.of(
+                    "the module contains a layer that is already sharded or replicated over this axis",
+                    op="nn.Replicated",
+                    axis=repr(axis),
+                    expected="a module without parallel or Replicated layers over the axis",
+                    got=f"{type(each).__name__} {name!r}",
+                    remedy="wrap the other submodules one by one",
                 )
         self.module = module
         self.over = axis
@@ -347,16 +339,14 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
             cut = owner.cuts[last]
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             if len(shape) <= cut.dim or shape[cut.dim] != sum(cut.sizes):
-                raise ArgumentError(
-                    message(
-                        f"{dense!r} does not have the dense layer's size",
-                        op="nn.load_dense_state_dict",
-                        axis=str(owner.axis),
-                        expected=f"size {sum(cut.sizes)} along dim {cut.dim}",
-                        got=f"shape {list(shape)}" if isinstance(value, Tensor) else type(value).__name__,
-                        remedy="pass the state dict of the dense module; load a rank's local state dict with "
-                        "module.load_state_dict(state)",
-                    )
+                raise ArgumentError.of(
+                    f"{dense!r} does not have the dense layer's size",
+                    op="nn.load_dense_state_dict",
+                    axis=str(owner.axis),
+                    expected=f"size {sum(cut.sizes)} along dim {cut.dim}",
+                    got=f"shape {list(shape)}" if isinstance(value, Tensor) else type(value).__name__,
+                    remedy="pass the state dict of the dense module; load a rank's local state dict with "
+                    "module.load_state_dict(state)",
                 )
             value = cut.part(value, owner.axis.rank)
         local[name] = value
@@ -688,14 +678,12 @@ class VocabParallelEmbedding(Parallel):
         """
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(dense, option):
-                raise ArgumentError(
-                    message(
-                        f"{option} is not supported for a sharded table",
-                        op=f"nn.{cls.__name__}.of",
-                        expected=f"an embedding without {option}",
-                        got=f"{option}={getattr(dense, option)!r}",
-                        remedy=f"construct the embedding without {option}, or do not shard it",
-                    )
+                raise ArgumentError.of(
+                    f"{option} is not supported for a sharded table",
+                    op=f"nn.{cls.__name__}.of",
+                    expected=f"an embedding without {option}",
+                    got=f"{option}={getattr(dense, option)!r}",
+                    remedy=f"construct the embedding without {option}, or do not shard it",
                 )
         numbers = (dense.num_embeddings, dense.embedding_dim, dense.padding_idx)
         made = cls(*numbers, axis, sequence_dim=sequence_dim, rows=rows, device="meta")
@@ -924,16 +912,16 @@ class _Conversion:
         return chosen
 
     def _made(self, each: Any, style: Style, sizes: Sequence[int] | None) -> nn.Module:
-        options: dict[str, Any] = {"sequence_dim": self.sequence_dim, "rows": self.rows, "sizes": sizes}
         if style == "replicated":
             return Replicated(each, self.axis)
-        if style == "vocab":
-            return VocabParallelEmbedding.of(each, self.axis, **options)
-        if style == "row":
-            return RowParallelLinear.of(each, self.axis, **options)
-        if style == "column":
-            return ColumnParallelLinear.of(each, self.axis, **options)
-        return ColumnParallelLinear.of(each, self.axis, rows=self.rows, gather_output=True, sizes=sizes)
+        options: dict[str, Any] = {"rows": self.rows, "sizes": sizes}
+        if style == "column, gathered":
+            return ColumnParallelLinear.of(each, self.axis, gather_output=True, **options)
+        kinds: dict[str, Any] = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+        made: nn.Module = kinds.get(style, VocabParallelEmbedding).of(
+            each, self.axis, sequence_dim=self.sequence_dim, **options
+        )
+        return made
 
     def _tie(self, made: Parallel, old: dict[str, nn.Parameter], tied: dict[int, Any], name: str) -> None:
         """Share the sharded parameters of tied dense parameters."""
@@ -952,8 +940,8 @@ class _Conversion:
 
     def _refuse(self, problem: str, expected: str, got: str, remedy: str) -> None:
         axis = str(self.here)
-        raise ArgumentError(
-            message(problem, op="nn.tensor_parallel", axis=axis, expected=expected, got=got, remedy=remedy)
+        raise ArgumentError.of(
+            problem, op="nn.tensor_parallel", axis=axis, expected=expected, got=got, remedy=remedy
         )
 
 
@@ -983,16 +971,14 @@ def _compare_parameters(module: nn.Module, here: Axis, signature: str) -> None:
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         others = [str(rank) for rank, row in enumerate(rows.tolist()) if row != rows[0].tolist()]
-        raise MismatchError(
-            message(
-                "the ranks' modules have different values",
-                op="nn.tensor_parallel",
-                axis=str(here),
-                expected="the same dense module on every rank, before it is sharded",
-                got=f"{', '.join(differing[:5])}{more} differ between rank {', '.join(others)} and rank 0",
-                remedy="construct the module after torch.manual_seed(0) on every rank, load the same checkpoint, or "
-                "gradmesh.broadcast the parameters; mark custom shards with gradmesh.nn.mark_sharded first",
-            )
+        raise MismatchError.of(
+            "the ranks' modules have different values",
+            op="nn.tensor_parallel",
+            axis=str(here),
+            expected="the same dense module on every rank, before it is sharded",
+            got=f"{', '.join(differing[:5])}{more} differ between rank {', '.join(others)} and rank 0",
+            remedy="construct the module after torch.manual_seed(0) on every rank, load the same checkpoint, or "
+            "gradmesh.broadcast the parameters; mark custom shards with gradmesh.nn.mark_sharded first",
         )
 
 

@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.dtypes import BITS, NEVER_COPIED
-from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
+from gradmesh.errors import DTypeError, GradmeshError, ShapeError
 from gradmesh.ops.transport import Transport
 from gradmesh.types import Type
 
@@ -220,9 +220,7 @@ class Op(abc.ABC):
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ShapeError
     ) -> NoReturn:
         """Raise an error that names the op and the axis."""
-        raise kind(
-            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
-        )
+        raise kind.of(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
 
 
 class LinearOp(Op):

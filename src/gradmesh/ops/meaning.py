@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.errors import MismatchError, message
+from gradmesh.errors import MismatchError
 from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Axis, Transport
 
@@ -47,14 +47,12 @@ def meaning(ops: Sequence[Op], xs: Sequence[Tensor]) -> list[Tensor]:
                     continue
         if before == table.given and len(results) < len(ops):
             waiting = ", ".join(str(place) for place in range(len(ops)) if place not in results)
-            raise MismatchError(
-                message(
-                    "the ranks' calls do not match",
-                    op=ops[0].verb,
-                    expected="a transfer() that calls the same primitives in the same order on every rank",
-                    got=f"ranks {waiting} wait for parts that no rank sends",
-                    remedy="choose primitives by values that are the same on every rank",
-                )
+            raise MismatchError.of(
+                "the ranks' calls do not match",
+                op=ops[0].verb,
+                expected="a transfer() that calls the same primitives in the same order on every rank",
+                got=f"ranks {waiting} wait for parts that no rank sends",
+                remedy="choose primitives by values that are the same on every rank",
             )
     return [results[place] for place in range(len(ops))]
 
@@ -112,14 +110,12 @@ class _ListTransport(Transport):
         parts = [there[rank][me] for rank in range(table.size)]
         if [part.numel() for part in parts] != list(receive):
             sent = [part.numel() for part in parts]
-            raise MismatchError(
-                message(
-                    "the ranks' counts do not match",
-                    axis=str(self.axis),
-                    expected=f"receive={list(receive)}, as this rank passed",
-                    got=f"parts of {sent} elements from the ranks",
-                    remedy="pass counts in rank order that agree with what the other ranks send",
-                )
+            raise MismatchError.of(
+                "the ranks' counts do not match",
+                axis=str(self.axis),
+                expected=f"receive={list(receive)}, as this rank passed",
+                got=f"parts of {sent} elements from the ranks",
+                remedy="pass counts in rank order that agree with what the other ranks send",
             )
         got = torch.cat(parts)
         return got if shape is None else got.view(tuple(shape))

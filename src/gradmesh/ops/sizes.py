@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op
 
-__all__ = ["EQUAL", "Sizes", "balanced"]
+__all__ = ["EQUAL", "Sizes", "balanced", "intervals"]
 
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:
@@ -20,6 +21,15 @@ def balanced(total: int, ranks: int) -> tuple[int, ...]:
     """
     share, more = total // ranks, total % ranks  # symbolic ints have no divmod
     return tuple(share + (rank < more) for rank in range(ranks))
+
+
+def intervals(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Consecutive half-open intervals of these sizes.
+
+    >>> intervals((2, 0, 3))
+    [(0, 2), (2, 2), (2, 5)]
+    """
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 __all__ = [
     "Axis",
@@ -151,15 +151,13 @@ class Transport(abc.ABC):
         """Discard the next message of a rank when it arrives, because this rank cannot receive it."""
 
     def _no_messages(self, verb: str) -> NoReturn:
-        raise ArgumentError(
-            message(
-                "this transport does not support point-to-point messages",
-                op=verb,
-                axis=str(self.axis),
-                expected="a transport that implements post() and fetch()",
-                got=type(self).__name__,
-                remedy="use gradmesh.permute(x, pairs=[(0, 1)]), which every rank of the axis calls",
-            )
+        raise ArgumentError.of(
+            "this transport does not support point-to-point messages",
+            op=verb,
+            axis=str(self.axis),
+            expected="a transport that implements post() and fetch()",
+            got=type(self).__name__,
+            remedy="use gradmesh.permute(x, pairs=[(0, 1)]), which every rank of the axis calls",
         )
 
     # -- primitives that fall back to it

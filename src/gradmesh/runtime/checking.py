@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from gradmesh._util.environment import CHECK, CHECK_LEVELS
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.runtime.state import rank_state
 
 Level = Literal[0, 1, "deferred", "full"]
@@ -72,14 +72,12 @@ def check(level: Level) -> Iterator[None]:
     """
     state, wanted = rank_state(), CHECK_LEVELS.get(str(level))
     if wanted is None or isinstance(level, bool):
-        raise ArgumentError(
-            message(
-                "invalid check level",
-                op="check",
-                expected='0, 1, "deferred" or "full"',
-                got=repr(level),
-                remedy='use gradmesh.check(1) to compare the calls, gradmesh.check("full") to compare the values too',
-            )
+        raise ArgumentError.of(
+            "invalid check level",
+            op="check",
+            expected='0, 1, "deferred" or "full"',
+            got=repr(level),
+            remedy='use gradmesh.check(1) to compare the calls, gradmesh.check("full") to compare the values too',
         )
     before, state.check = state.check, wanted
     with _lock:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradmesh._torch import compiling, constant_to_compilers, default_group
 from gradmesh._util.call_sites import install_excepthook
-from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
+from gradmesh.errors import ArgumentError, AxisError, NotInitializedError
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.state import rank_state
 from gradmesh.types import Reduction
@@ -56,14 +56,12 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     if dist.is_initialized():
         return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ArgumentError(
-            message(
-                "timeout must be a positive number",
-                op="init",
-                expected="a positive number of seconds",
-                got=f"timeout={timeout!r}",
-                remedy="pass the seconds that a rank waits for the others, such as timeout=300",
-            )
+        raise ArgumentError.of(
+            "timeout must be a positive number",
+            op="init",
+            expected="a positive number of seconds",
+            got=f"timeout={timeout!r}",
+            remedy="pass the seconds that a rank waits for the others, such as timeout=300",
         )
     from gradmesh.backends import mpi, shm
 
@@ -85,14 +83,12 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     if missing:
-        raise NotInitializedError(
-            message(
-                "some environment variables of the launcher are not set",
-                op="init",
-                expected=", ".join(needed),
-                got="not set: " + ", ".join(missing),
-                remedy="start the script with torchrun, or unset RANK and WORLD_SIZE for a world of one",
-            )
+        raise NotInitializedError.of(
+            "some environment variables of the launcher are not set",
+            op="init",
+            expected=", ".join(needed),
+            got="not set: " + ", ".join(missing),
+            remedy="start the script with torchrun, or unset RANK and WORLD_SIZE for a world of one",
         )
     if cuda and "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -111,14 +107,12 @@ def world_group(op: str) -> dist.ProcessGroup:
     """The group of all ranks; `op` is the caller's name for the error text."""
     group = dist.group.WORLD
     if group is None:
-        raise NotInitializedError(
-            message(
-                "torch.distributed is not initialized",
-                op=op,
-                expected="an initialized process group",
-                got="none",
-                remedy="call gradmesh.init() first, or run the function with gradmesh.launch(fn, 2)",
-            )
+        raise NotInitializedError.of(
+            "torch.distributed is not initialized",
+            op=op,
+            expected="an initialized process group",
+            got="none",
+            remedy="call gradmesh.init() first, or run the function with gradmesh.launch(fn, 2)",
         )
     return group
 
@@ -150,14 +144,12 @@ def mesh(**sizes: int) -> DeviceMesh:
     known = math.prod(n for n in sizes.values() if n != -1) if valid else 0
     free = [name for name, n in sizes.items() if n == -1]
     if not valid or len(free) > 1 or (world % known if free else world != known):
-        raise ArgumentError(
-            message(
-                f"the sizes of the axes must multiply to the number of ranks, {world}",
-                op="mesh",
-                expected=f"positive ints with product {world}, at most one of them -1",
-                got=", ".join(f"{name}={n!r}" for name, n in sizes.items()) or "no axes",
-                remedy=f"change a size, or pass -1 for one axis to infer it, such as {next(iter(sizes), 'dp')}=-1",
-            )
+        raise ArgumentError.of(
+            f"the sizes of the axes must multiply to the number of ranks, {world}",
+            op="mesh",
+            expected=f"positive ints with product {world}, at most one of them -1",
+            got=", ".join(f"{name}={n!r}" for name, n in sizes.items()) or "no axes",
+            remedy=f"change a size, or pass -1 for one axis to infer it, such as {next(iter(sizes), 'dp')}=-1",
         )
     shape = tuple(world // known if n == -1 else n for n in sizes.values())
     device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
@@ -178,14 +170,12 @@ def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
         'tp'
     """
     if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(
-            message(
-                "the argument must be a DeviceMesh",
-                op="use_mesh",
-                expected="a torch.distributed DeviceMesh",
-                got=repr(mesh),
-                remedy="create one with gradmesh.mesh(dp=2, tp=2) or torch.distributed.init_device_mesh",
-            )
+        raise ArgumentError.of(
+            "the argument must be a DeviceMesh",
+            op="use_mesh",
+            expected="a torch.distributed DeviceMesh",
+            got=repr(mesh),
+            remedy="create one with gradmesh.mesh(dp=2, tp=2) or torch.distributed.init_device_mesh",
         )
     before = current_mesh()
     _set_mesh(mesh)
@@ -259,15 +249,13 @@ class Axis:
             rows = balanced(rows, self.size)
         each = rows if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
         if len(each) != self.size or not all(isinstance(n, int) and n >= 0 for n in each):
-            raise ArgumentError(
-                message(
-                    "rows must have one number for each rank",
-                    op="Axis.offset",
-                    axis=str(self),
-                    expected=f"{self.size} ints of 0 or more, or one int for the total",
-                    got=f"rows={rows!r}",
-                    remedy="pass gradmesh.sizes(x), or the total number of rows, such as x_full.shape[0]",
-                )
+            raise ArgumentError.of(
+                "rows must have one number for each rank",
+                op="Axis.offset",
+                axis=str(self),
+                expected=f"{self.size} ints of 0 or more, or one int for the total",
+                got=f"rows={rows!r}",
+                remedy="pass gradmesh.sizes(x), or the total number of rows, such as x_full.shape[0]",
             )
         return each
 
@@ -360,24 +348,20 @@ def resolve(which: AxisLike, op: str) -> Axis:
     if isinstance(which, dist.ProcessGroup):
         return _of_group(which, "group")
     if isinstance(which, int) and which == dist.GroupMember.NON_GROUP_MEMBER:
-        raise AxisError(
-            message(
-                "this rank is not in the group",
-                op=op,
-                expected="a group that contains this rank",
-                got=f"GroupMember.NON_GROUP_MEMBER from new_group, on global rank {world_group(op).rank()}",
-                remedy="call the collective only on the ranks of the group, e.g. `if dist.get_rank() in ranks:`",
-            )
-        )
-    raise AxisError(
-        message(
-            "the axis argument has an unsupported type",
+        raise AxisError.of(
+            "this rank is not in the group",
             op=op,
-            expected="a name, ProcessGroup, 1-D DeviceMesh, Axis or None",
-            got=f"{type(which).__name__}: {which!r}",
-            remedy=_meant(op, which)
-            or 'pass an axis name of the current mesh, such as axis="tp", or a ProcessGroup',
+            expected="a group that contains this rank",
+            got=f"GroupMember.NON_GROUP_MEMBER from new_group, on global rank {world_group(op).rank()}",
+            remedy="call the collective only on the ranks of the group, e.g. `if dist.get_rank() in ranks:`",
         )
+    raise AxisError.of(
+        "the axis argument has an unsupported type",
+        op=op,
+        expected="a name, ProcessGroup, 1-D DeviceMesh, Axis or None",
+        got=f"{type(which).__name__}: {which!r}",
+        remedy=_meant(op, which)
+        or 'pass an axis name of the current mesh, such as axis="tp", or a ProcessGroup',
     )
 
 
@@ -430,38 +414,30 @@ def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
     world_group(op)
     names = _names(mesh) if mesh is not None else ()
     if mesh is None or (name is not None and name not in names):
-        raise AxisError(
-            message(
-                f"no axis {name!r} in the current mesh",
-                op=op,
-                expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
-                got=f"axis={name!r}",
-                remedy=_meant(op, name)
-                or ("" if mesh is None else f"pass axis={names[0]!r}, for example; or " if names else "")
-                + f"create a mesh with this axis, such as gradmesh.mesh({name}=-1), or enter it with "
-                "gradmesh.use_mesh(mesh)",
-            )
+        raise AxisError.of(
+            f"no axis {name!r} in the current mesh",
+            op=op,
+            expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
+            got=f"axis={name!r}",
+            remedy=_meant(op, name)
+            or ("" if mesh is None else f"pass axis={names[0]!r}, for example; or " if names else "")
+            + f"create a mesh with this axis, such as gradmesh.mesh({name}=-1), or enter it with "
+            "gradmesh.use_mesh(mesh)",
         )
     if name is None and mesh.ndim != 1:
-        raise AxisError(
-            message(
-                "the axis argument is required on a mesh with several axes",
-                op=op,
-                expected="the name of one axis",
-                got=f"no axis argument; the mesh has the axes {', '.join(map(repr, names)) or mesh.ndim}",
-                remedy=f"pass axis={names[0]!r}, for example"
-                if names
-                else "pass a 1-D mesh, such as mesh[0]",
-            )
+        raise AxisError.of(
+            "the axis argument is required on a mesh with several axes",
+            op=op,
+            expected="the name of one axis",
+            got=f"no axis argument; the mesh has the axes {', '.join(map(repr, names)) or mesh.ndim}",
+            remedy=f"pass axis={names[0]!r}, for example" if names else "pass a 1-D mesh, such as mesh[0]",
         )
     if mesh.get_coordinate() is None:
-        raise AxisError(
-            message(
-                "this rank is not in the mesh",
-                op=op,
-                expected="a mesh that contains this rank",
-                got=f"{mesh} on global rank {world_group(op).rank()}",
-                remedy="call the collective only on the ranks of the mesh",
-            )
+        raise AxisError.of(
+            "this rank is not in the mesh",
+            op=op,
+            expected="a mesh that contains this rank",
+            got=f"{mesh} on global rank {world_group(op).rank()}",
+            remedy="call the collective only on the ranks of the mesh",
         )
     return _of_group(mesh.get_group(name), name or (names[0] if names else "mesh"))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh import _torch
 from gradmesh.backends import threads
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError
 
 T = TypeVar("T")
 
@@ -48,18 +48,12 @@ class Chain(Protocol):
 
 
 class UnwaitedCalls:
-    """The async calls of this rank that were not waited for.
-
-    Attributes:
-        open: the call and its call site, for each that can still be waited for.
-        dropped: the same for those whose `Pending` was garbage collected.
-        abandoned: the number of failures; a call that was pending at a failure need not be waited for.
-    """
+    """The async calls of this rank that were not waited for."""
 
     def __init__(self) -> None:
-        self.open: dict[int, str] = {}
-        self.dropped: dict[int, str] = {}
-        self.abandoned = 0
+        self.open: dict[int, str] = {}  # the call and its call site, for each that can still be waited for
+        self.dropped: dict[int, str] = {}  # the same for those whose `Pending` was garbage collected
+        self.abandoned = 0  # failures; a call that was pending at one need not be waited for
 
     def drop(self, number: int) -> None:
         """Remove a call that was never sent."""
@@ -73,26 +67,17 @@ class UnwaitedCalls:
         self.dropped.clear()
 
     def check(self, *, at_the_end: bool = False) -> None:
-        """Raise if calls can no longer be waited for.
-
-        Args:
-            at_the_end: the program ends, so open calls count too.
-
-        Raises:
-            OrderError: there are such calls.
-        """
+        """Raise if calls can no longer be waited for; open calls count too `at_the_end` of the program."""
         never = [*self.dropped.values(), *(self.open.values() if at_the_end else ())]
         if not never:
             return
         self.abandon()
-        raise OrderError(
-            message(
-                "an async collective was never waited for",
-                op="async_op",
-                expected="wait() for each call with async_op=True",
-                got="\n".join(never),
-                remedy="keep the returned Pending and call y = pending.wait() where the result is needed",
-            )
+        raise OrderError.of(
+            "an async collective was never waited for",
+            op="async_op",
+            expected="wait() for each call with async_op=True",
+            got="\n".join(never),
+            remedy="keep the returned Pending and call y = pending.wait() where the result is needed",
         )
 
 
@@ -152,13 +137,7 @@ class Instrument:
         return transport
 
     def waited(self, job: Any, begin: float, end: float) -> None:
-        """A wait for an async call has ended, on the waiting thread.
-
-        Args:
-            job: the call, a `gradmesh.transport.comm_thread.WorkItem`.
-            begin: when the wait began, by `time.perf_counter`.
-            end: when it ended.
-        """
+        """A wait for an async call (a `WorkItem`) has ended, on the waiting thread; times of `time.perf_counter`."""
 
     def declared(self, x: Tensor, axis: Any, kind: Any) -> None:
         """The library declares the type of a tensor."""
@@ -174,9 +153,7 @@ _installing = threading.Lock()
 def installed(instrument: Instrument, *, innermost: bool = False) -> Iterator[None]:
     """Have an instrument watch the calls of this rank in the block, in any thread.
 
-    Args:
-        instrument: the instrument.
-        innermost: inside of the instruments that are installed already instead of outside.
+    With `innermost` it is inside of the instruments that are installed already instead of outside.
     """
     state = rank_state()
     with _installing:  # replaced, never mutated: other threads iterate over it
@@ -209,54 +186,38 @@ def must_decompose() -> bool:
 
 
 class OfThread(threading.local):
-    """State per thread of a rank: a program may train in two threads, with separate groups.
-
-    Attributes:
-        chain: the open `ordered()` block.
-        coalescing: the open `coalesce()` block.
-        deferred: the deferred reductions; None: `no_sync` was never used.
-    """
+    """State per thread of a rank: a program may train in two threads, with separate groups."""
 
     def __init__(self) -> None:
         # Not class attributes: Dynamo of torch 2.11 would read those instead of the thread's.
-        self.chain: Chain | None = None
-        self.coalescing: Any = None
-        self.deferred: Deferral | None = None
+        self.chain: Chain | None = None  # the open `ordered()` block
+        self.coalescing: Any = None  # the open `coalesce()` block
+        self.deferred: Deferral | None = None  # the deferred reductions; None: `no_sync` was never used
 
 
 @dataclass(slots=True)
 class RankState:
-    """The state of one rank.
+    """The state of one rank."""
 
-    Attributes:
-        mesh: the current mesh.
-        mesh_world: the world group that it was made in; the mesh is ignored in any other.
-        check: the check level (`gradmesh.runtime.checking`); None: that of the environment variable.
-        instruments: what watches the rank's calls, innermost first.
-        suspects: what the level "full" found, to be reported when a gradient is used.
-        deferred_check: the comparison of calls after they were made; None: no call was deferred.
-        launched: how many functions of a launch it has started.
-        reorderable: whether compilers may reorder the collectives of functions that are compiled now.
-        posted: pending point-to-point sends, each with the tensor that it is sent from.
-        waits_at_exit: whether the process waits for them at exit.
-        started: the async calls that were not waited for.
-        objects: objects that other modules store for the rank, by class.
-        of_thread: what each of its threads has.
-    """
-
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None  # the current mesh
+    # the world group that it was made in; the mesh is ignored in any other
     mesh_world: dist.ProcessGroup | None = None
+    # the check level (`gradmesh.runtime.checking`); None: that of the environment variable
     check: int | None = None
-    suspects: Suspects | None = None
+    suspects: Suspects | None = None  # what the level "full" found, to be reported when a gradient is used
+    # the comparison of calls after they were made; None: no call was deferred
     deferred_check: DeferredCheck | None = None
-    launched: int = 0
+    launched: int = 0  # how many functions of a launch it has started
+    # whether compilers may reorder the collectives of functions that are compiled now
     reorderable: bool = False
-    instruments: tuple[Instrument, ...] = ()
+    instruments: tuple[Instrument, ...] = ()  # what watches the rank's calls, innermost first
+    # pending point-to-point sends, each with the tensor that it is sent from
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
-    waits_at_exit: bool = False
-    started: UnwaitedCalls = field(default_factory=UnwaitedCalls)
+    waits_at_exit: bool = False  # whether the process waits for them at exit
+    started: UnwaitedCalls = field(default_factory=UnwaitedCalls)  # the async calls that were not waited for
+    # objects that other modules store for the rank, by class
     objects: dict[type, Any] = field(default_factory=dict)
-    of_thread: OfThread = field(default_factory=OfThread)
+    of_thread: OfThread = field(default_factory=OfThread)  # what each of its threads has
 
     def put(self, value: object) -> None:
         """Store an object, replacing one of the same class."""

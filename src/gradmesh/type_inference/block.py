@@ -19,7 +19,7 @@ from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
 from gradmesh._torch.compilers import compiler_loaded
 from gradmesh._util.call_sites import call_site, show_site
 from gradmesh.autograd.missing_sums import is_plain
-from gradmesh.errors import ArgumentError, TypeMismatchError, message
+from gradmesh.errors import ArgumentError, TypeMismatchError
 from gradmesh.ops.base import Op
 from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
 from gradmesh.runtime.state import Instrument, installed, instruments
@@ -320,14 +320,12 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
     """
     need_dispatch()
     if current() is not None:
-        raise ArgumentError(
-            message(
-                "typed() blocks cannot be nested",
-                op="typed",
-                expected="one typed() block at a time on each rank",
-                got="a block inside another one",
-                remedy="remove the inner block; the outer one also tracks the tensors inside it",
-            )
+        raise ArgumentError.of(
+            "typed() blocks cannot be nested",
+            op="typed",
+            expected="one typed() block at a time on each rank",
+            got="a block inside another one",
+            remedy="remove the inner block; the outer one also tracks the tensors inside it",
         )
     tracker = Tracker([one for one in _axes(axis) if one.size > 1], strict=strict)
     _count(1)
@@ -411,17 +409,15 @@ def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None
     with contextlib.nullcontext() if tracker is None else tracker.paused():
         numbers = gathered(axis, [number_of_bits(x)], x.device, operand_desc=f"assert_type of gm.{kind}")
     if len(set(numbers)) > 1:
-        raise TypeMismatchError(
-            message(
-                f"a tensor declared as {kind} differs between ranks",
-                op="assert_type",
-                axis=str(axis),
-                expected="the same bits on every rank",
-                got="\n".join(
-                    f"rank {rank}: values number {one & 0xFFFFF}" for rank, (one,) in enumerate(numbers)
-                ),
-                remedy="look for what makes it differ (data, dropout, the order of a sum), or say gm.V or gm.P",
-            )
+        raise TypeMismatchError.of(
+            f"a tensor declared as {kind} differs between ranks",
+            op="assert_type",
+            axis=str(axis),
+            expected="the same bits on every rank",
+            got="\n".join(
+                f"rank {rank}: values number {one & 0xFFFFF}" for rank, (one,) in enumerate(numbers)
+            ),
+            remedy="look for what makes it differ (data, dropout, the order of a sum), or say gm.V or gm.P",
         )
 
 
@@ -453,15 +449,13 @@ def _declare(tracker: Tracker, at: int, x: Tensor, kind: Type) -> None:
 
 
 def _refuse(axis: Axis, x: object, kind: object) -> NoReturn:
-    error = ArgumentError(
-        message(
-            "x must be a tensor, and types its type over each axis",
-            op="assert_type",
-            axis=str(axis),
-            expected='a tensor, and gm.V, gm.R, gm.I or gm.P for each axis: {"tp": gm.P}',
-            got=f"{type(x).__name__} and {kind!r}",
-            remedy='name each axis and its type, as in assert_type(x, {"tp": gm.P})',
-        )
+    error = ArgumentError.of(
+        "x must be a tensor, and types its type over each axis",
+        op="assert_type",
+        axis=str(axis),
+        expected='a tensor, and gm.V, gm.R, gm.I or gm.P for each axis: {"tp": gm.P}',
+        got=f"{type(x).__name__} and {kind!r}",
+        remedy='name each axis and its type, as in assert_type(x, {"tp": gm.P})',
     )
     if isinstance(x, Tensor):
         withdraw("assert_type", axis, x, error)

@@ -489,15 +489,13 @@ class Agreement:
             axis, [token(call), len(new), *flat], device, operand_desc="the types of gradmesh.typed"
         )
         if len({head[0] for head in heads}) > 1:
-            raise MismatchError(
-                message(
-                    "the ranks are at different calls",
-                    op="typed",
-                    axis=str(axis),
-                    expected="the same collective, or the end of the block, on every rank",
-                    got=f"this rank is at {call}",
-                    remedy="have every rank make the same calls in the same order, and leave the block",
-                )
+            raise MismatchError.of(
+                "the ranks are at different calls",
+                op="typed",
+                axis=str(axis),
+                expected="the same collective, or the end of the block, on every rank",
+                got=f"this rank is at {call}",
+                remedy="have every rank make the same calls in the same order, and leave the block",
             )
         most = max(head[1] for head in heads)
         if most and at is not None:

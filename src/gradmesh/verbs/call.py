@@ -24,7 +24,7 @@ from gradmesh._util.structure import Packed
 from gradmesh.autograd import rule
 from gradmesh.autograd.pending import Pending, receive, start_op
 from gradmesh.dims import RECORD, DimLike, Names, show_names, stale, with_names
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError, message
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import LinearOp, Op, Precision
@@ -262,7 +262,7 @@ class Call:
     ) -> NoReturn:
         """Raise an error that names the verb and the axis, and notify the other ranks."""
         axis = str(self.axis)
-        error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        error = kind.of(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy)
         rank_state().started.abandon()
         withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
         raise error
@@ -631,14 +631,12 @@ def apply(op: LinearOp, x: Tensor) -> Tensor:
         [tensor([2.]), tensor([1.])]
     """
     if not isinstance(op, LinearOp):
-        raise ArgumentError(
-            message(
-                "the op is not a LinearOp",
-                op="apply",
-                expected="an object of a subclass of gradmesh.ops.base.LinearOp",
-                got=f"{type(op).__name__}",
-                remedy="pass the op first, made with its axis: gradmesh.apply(MyOp(gradmesh.axis()), x)",
-            )
+        raise ArgumentError.of(
+            "the op is not a LinearOp",
+            op="apply",
+            expected="an object of a subclass of gradmesh.ops.base.LinearOp",
+            got=f"{type(op).__name__}",
+            remedy="pass the op first, made with its axis: gradmesh.apply(MyOp(gradmesh.axis()), x)",
         )
     call = Call(op.verb, x, op.axis)
     result: Tensor = call.run(op, call.x)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradmesh._torch import in_plain_mode
 from gradmesh.autograd.rule import apply
-from gradmesh.errors import DTypeError, NotInitializedError, message
+from gradmesh.errors import DTypeError, NotInitializedError
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Extremum
 from gradmesh.ops.base import refuse_unless_added
@@ -169,13 +169,11 @@ def barrier(axis: AxisLike = None) -> None:
             raise found from error
         raise
     except ValueError as error:  # torch no longer knows the group
-        raise NotInitializedError(
-            message(
-                "the process group was destroyed",
-                op="barrier",
-                axis=str(here),
-                expected="an initialized process group",
-                got=str(error),
-                remedy="call barrier() before destroy_process_group(), or create a new group with dist.new_group(...)",
-            )
+        raise NotInitializedError.of(
+            "the process group was destroyed",
+            op="barrier",
+            axis=str(here),
+            expected="an initialized process group",
+            got=str(error),
+            remedy="call barrier() before destroy_process_group(), or create a new group with dist.new_group(...)",
         ) from error

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.launch import launch
 from gradmesh.ops.base import LinearOp
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -267,26 +267,22 @@ def as_matrix(
             wrong = nonlinearity(found, fn, here, own, dtype)
             if wrong is None:
                 return found
-            raise ArgumentError(
-                message(
-                    "the function is not linear",
-                    op="verify.as_matrix",
-                    axis=str(here),
-                    expected="fn(0) == 0, and fn(x) == matrix @ x at any operand x",
-                    got=wrong,
-                    remedy="pass a linear function; for any other pass its derivative, e.g. "
-                    "lambda v: torch.func.jvp(fn, (x,), (v,))[1]",
-                )
-            )
-        raise ArgumentError(
-            message(
-                "the operands of all ranks are empty",
+            raise ArgumentError.of(
+                "the function is not linear",
                 op="verify.as_matrix",
                 axis=str(here),
-                expected="at least one element on at least one rank",
-                got=f"shape {list(own)}",
-                remedy="pass a shape with elements, e.g. shape=(2,)",
+                expected="fn(0) == 0, and fn(x) == matrix @ x at any operand x",
+                got=wrong,
+                remedy="pass a linear function; for any other pass its derivative, e.g. "
+                "lambda v: torch.func.jvp(fn, (x,), (v,))[1]",
             )
+        raise ArgumentError.of(
+            "the operands of all ranks are empty",
+            op="verify.as_matrix",
+            axis=str(here),
+            expected="at least one element on at least one rank",
+            got=f"shape {list(own)}",
+            remedy="pass a shape with elements, e.g. shape=(2,)",
         )
 
     return _everywhere(on_each_rank, world_size, backend)
@@ -307,14 +303,12 @@ def _of_tensors(fn: Map) -> Map:
         y: object = fn(x)
         if isinstance(y, Tensor):
             return y.detach()
-        raise ArgumentError(
-            message(
-                "the function does not return a tensor",
-                op="verify.as_matrix",
-                expected="one tensor on every rank",
-                got=type(y).__name__,
-                remedy="return one tensor; join several with torch.cat([a.flatten(), b.flatten()])",
-            )
+        raise ArgumentError.of(
+            "the function does not return a tensor",
+            op="verify.as_matrix",
+            expected="one tensor on every rank",
+            got=type(y).__name__,
+            remedy="return one tensor; join several with torch.cat([a.flatten(), b.flatten()])",
         )
 
     return detached
@@ -356,14 +350,12 @@ def _backward(fn: Map) -> Callable[[Tensor, Tensor], Tensor]:
         with torch.enable_grad():
             result = fn(leaf)
         if not result.requires_grad:
-            raise ArgumentError(
-                message(
-                    "the result of the function does not require grad",
-                    op="verify.adjoint_error",
-                    expected="a function that autograd can differentiate",
-                    got="a result with requires_grad=False",
-                    remedy="pass the adjoint explicitly, e.g. adjoint=lambda y: gm.reduce_scatter(y) for an all_gather",
-                )
+            raise ArgumentError.of(
+                "the result of the function does not require grad",
+                op="verify.adjoint_error",
+                expected="a function that autograd can differentiate",
+                got="a result with requires_grad=False",
+                remedy="pass the adjoint explicitly, e.g. adjoint=lambda y: gm.reduce_scatter(y) for an all_gather",
             )
         (found,) = torch.autograd.grad(result, leaf, y, allow_unused=True)
         return torch.zeros_like(x) if found is None else found

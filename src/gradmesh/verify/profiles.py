@@ -18,14 +18,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.profiler import profile
 
 from gradmesh._torch import profiler_of_all_threads, profiler_on
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.transport.run import SEEN, own_rank
+from gradmesh.verify.gradients.program import exchanged
 from gradmesh.verify.simulator.trace import Entry, metadata, table
 from gradmesh.verify.timelines import complete
 
@@ -136,7 +137,6 @@ class Profile:
 
 
 _ROUNDS = 9
-T = TypeVar("T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -158,22 +158,16 @@ def offset() -> int:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
-    machines = _gathered(machine())
+    machines = exchanged(machine())
     if len(set(machines)) == 1:
         return 0
     times = []
     for _ in range(_ROUNDS):
         dist.barrier()
         times.append(now())
-    first = _gathered(times)[0]
+    first = exchanged(times)[0]
     same_host = machine() == machines[0]
     return 0 if same_host else round(median(mine - theirs for mine, theirs in zip(times, first, strict=True)))
-
-
-def _gathered(mine: T) -> list[T]:
-    every: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
 
 
 _DEVICES = 1_000_000
@@ -281,15 +275,13 @@ def profiled() -> Iterator[Profile]:
     with _lock:
         if not _running:
             if profiler_on():
-                raise ArgumentError(
-                    message(
-                        "another profiler is running",
-                        op="profiled",
-                        expected="no other profiler in this process, since torch supports only one",
-                        got="a call inside of a torch.profiler.profile block",
-                        remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the "
-                        "same trace",
-                    )
+                raise ArgumentError.of(
+                    "another profiler is running",
+                    op="profiled",
+                    expected="no other profiler in this process, since torch supports only one",
+                    got="a call inside of a torch.profiler.profile block",
+                    remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the "
+                    "same trace",
                 )
             session = _Session()
             SEEN.clear()

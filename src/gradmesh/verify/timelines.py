@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradmesh._torch import in_backward
 from gradmesh._util.call_sites import call_site
-from gradmesh.errors import ArgumentError, MissingExtraError, message
+from gradmesh.errors import ArgumentError, MissingExtraError
 from gradmesh.runtime.state import Instrument, installed
 from gradmesh.transport import Transport
 from gradmesh.transport.comm_thread import WorkItem, current_job
@@ -40,14 +40,12 @@ def complete(ranks: Iterable[T], whole: str, block: str) -> list[T]:
     """Return the ranks' records as a list."""
     parts: list[Any] = list(ranks)
     if not parts or not all(part.started for part in parts):
-        raise ArgumentError(
-            message(
-                "no complete records to join",
-                op=f"{whole}.joined",
-                expected=f"the object of `with {block} as record:` from each rank, after the block has ended",
-                got=f"{len(parts)} records, {sum(not part.started for part in parts)} of them with an open block",
-                remedy="return `record` from the function that each rank runs, after the with block",
-            )
+        raise ArgumentError.of(
+            "no complete records to join",
+            op=f"{whole}.joined",
+            expected=f"the object of `with {block} as record:` from each rank, after the block has ended",
+            got=f"{len(parts)} records, {sum(not part.started for part in parts)} of them with an open block",
+            remedy="return `record` from the function that each rank runs, after the with block",
         )
     return parts
 
@@ -422,14 +420,12 @@ class Timeline:
         try:
             from gradmesh.verify.timeline_picture import drawn
         except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                message(
-                    "an optional dependency is not installed",
-                    op="Timeline.save_picture",
-                    expected="matplotlib",
-                    got=str(error),
-                    remedy="run pip install 'gradmesh[demo]', or use save_trace('trace.json') and ui.perfetto.dev",
-                )
+            raise MissingExtraError.of(
+                "an optional dependency is not installed",
+                op="Timeline.save_picture",
+                expected="matplotlib",
+                got=str(error),
+                remedy="run pip install 'gradmesh[demo]', or use save_trace('trace.json') and ui.perfetto.dev",
             ) from error
         drawn(self.events, self.work, title).savefig(path)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.nn.contrastive.table import (
     EXP_BOTH,
     EXP_LABELLED,
@@ -262,7 +262,7 @@ def sup_con_loss(
         or labels.device != x.device
     ):
         is_tensor = isinstance(labels, Tensor)
-        given.fail(
+        given.call.fail(
             "labels does not have one integer for each sample",
             expected=f"an integer tensor of shape [{x.shape[0]}] on {x.device}",
             got=f"{labels.dtype} of shape {list(labels.shape)} on {labels.device}"
@@ -452,15 +452,13 @@ def _local_rows(
 
 def _check_total(given: LossInputs) -> None:
     if given.total < 2:  # every rank raises
-        raise ArgumentError(
-            message(
-                "cannot compute the variance of one sample",
-                op=given.op,
-                axis=str(given.axis),
-                expected="at least 2 samples over all ranks",
-                got="1 sample",
-                remedy="skip this step on every rank",
-            )
+        raise ArgumentError.of(
+            "cannot compute the variance of one sample",
+            op=given.op,
+            axis=str(given.axis),
+            expected="at least 2 samples over all ranks",
+            got="1 sample",
+            remedy="skip this step on every rank",
         )
 
 

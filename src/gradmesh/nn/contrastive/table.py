@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from gradmesh._torch import to_list, transforms_active
 from gradmesh._util.structure import Packed
-from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError
 from gradmesh.nn.attention import travel
 from gradmesh.nn.inputs import check_own_size, upcast
 from gradmesh.runtime.mesh import Axis, AxisLike
@@ -710,7 +710,7 @@ class LossInputs:
         """Check the arguments and, with sizes="auto", exchange the sizes, and compare the numbers and `extra`."""
         first = next(iter(samples.values()))
         self.op = op
-        self._call = call = Call(op, first, axis)
+        self.call = call = Call(op, first, axis)
         self.axis: Axis = call.axis
         self._dst: Convention = call.choose("dst", dst, {R: R, I: I})
         for name, x in samples.items():
@@ -722,21 +722,19 @@ class LossInputs:
         self.sizes = self._counted(first, sizes, f"gather={gather!r}{extra}")  # None: all the same
         self.total: int = self.rows * self.axis.size if self.sizes is None else sum(self.sizes)
         if self.total == 0:  # every rank raises
-            raise ArgumentError(
-                message(
-                    "cannot compute the mean over zero samples",
-                    op=op,
-                    axis=str(self.axis),
-                    expected="at least 1 sample over all ranks",
-                    got="no samples on any rank",
-                    remedy="skip this step on every rank",
-                )
+            raise ArgumentError.of(
+                "cannot compute the mean over zero samples",
+                op=op,
+                axis=str(self.axis),
+                expected="at least 1 sample over all ranks",
+                got="no samples on any rank",
+                remedy="skip this step on every rank",
             )
 
     def _check(self, name: str, x: object, first: Tensor, dims: tuple[int, ...]) -> None:
         if not isinstance(x, Tensor) or x.dim() not in dims or not x.is_floating_point():
             got = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            self._call.fail(
+            self.call.fail(
                 f"{name} is not a floating-point tensor with {' or '.join(map(str, dims))} dimensions",
                 expected="embeddings of shape (samples, features)"
                 + (" or (samples, views, features)" if 3 in dims else ""),
@@ -745,7 +743,7 @@ class LossInputs:
                 kind=ShapeError,
             )
         if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
-            self._call.fail(
+            self.call.fail(
                 f"{name} does not match the other embeddings",
                 expected=f"{first.dtype} of shape {list(first.shape)} on {first.device}",
                 got=f"{x.dtype} of shape {list(x.shape)} on {x.device}",
@@ -757,16 +755,16 @@ class LossInputs:
 
     def _counted(self, first: Tensor, sizes: SizesLike, extra: str) -> tuple[int, ...] | None:
         if sizes != "auto" or isinstance(sizes, Tensor):
-            given = self._call.sizes(sizes, 0)
+            given = self.call.sizes(sizes, 0)
             if given.equal:
                 return None
             each = tuple(given.explicit)
-            check_own_size(self._call, each, self.rows, "samples")
+            check_own_size(self.call, each, self.rows, "samples")
             return each
-        self._call.refuse_compiled(
+        self.call.refuse_compiled(
             'sizes="auto" is not supported in a compiled program', "sizes=None, or e.g. sizes=(4, 3)"
         )
-        signature = f"{self._call.verb} of {first.dtype} with {list(first.shape[1:])} features, {extra}"
+        signature = f"{self.call.verb} of {first.dtype} with {list(first.shape[1:])} features, {extra}"
         # Counts and numbers travel in one message; float64 represents both exactly.
         device = exchange_device(self.axis, first)
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -789,16 +787,14 @@ class LossInputs:
         """Raise if a number differs between ranks by more than rounding and a few training steps explain."""
         low, high = min(of_ranks), max(of_ranks)
         if high - low > 0.01 * max(abs(low), abs(high), 1e-6):
-            raise MismatchError(
-                message(
-                    f"{name} differs between the ranks",
-                    op=self.op,
-                    axis=str(self.axis),
-                    expected=f"the same {name} on every rank: each rank computes a part of one loss",
-                    got="\n".join(f"rank {rank}: {name}={value:g}" for rank, value in enumerate(of_ranks)),
-                    remedy="initialize it with the same value on every rank; if it is learned, make it a parameter of "
-                    "the module that DDP or FSDP wraps, so that its gradients are averaged",
-                )
+            raise MismatchError.of(
+                f"{name} differs between the ranks",
+                op=self.op,
+                axis=str(self.axis),
+                expected=f"the same {name} on every rank: each rank computes a part of one loss",
+                got="\n".join(f"rank {rank}: {name}={value:g}" for rank, value in enumerate(of_ranks)),
+                remedy="initialize it with the same value on every rank; if it is learned, make it a parameter of "
+                "the module that DDP or FSDP wraps, so that its gradients are averaged",
             )
 
     def _size(self, tile: int | None) -> int | None:
@@ -806,7 +802,7 @@ class LossInputs:
             return None
         whole = integer(tile)
         if whole is None or whole < 1:
-            self._call.fail(
+            self.call.fail(
                 "tile must be a positive int or None",
                 expected="e.g. tile=1024, the number of rows and columns in memory at once",
                 got=f"tile={tile!r}",
@@ -820,7 +816,7 @@ class LossInputs:
         """The table of all pairs, with `views` rows for each sample."""
         sizes = None if self.sizes is None else tuple(n * views for n in self.sizes)
         each = sizes or (self.rows * views,) * self.axis.size
-        tile, on_cpu = self._tile, self._call.x.is_cpu
+        tile, on_cpu = self._tile, self.call.x.is_cpu
         if tile is None:
             entries = max(each) * sum(each)
             tile = _ON_CPU if on_cpu else _ELSEWHERE
@@ -833,7 +829,7 @@ class LossInputs:
     def _number(self, name: str, value: Number) -> Number:
         one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
         if not one and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            self._call.fail(
+            self.call.fail(
                 f"{name} is not a real number",
                 expected="a float, or a real tensor of one element",
                 got=f"{name}={value!r}"
@@ -846,7 +842,3 @@ class LossInputs:
     def mean(self, share: Tensor, over: int | None = None) -> Tensor:
         """The mean over all samples, from this rank's sum."""
         return all_reduce(share / (over or self.total), self.axis, dst=self._dst)
-
-    def fail(self, problem: str, *, expected: str, got: str, remedy: str) -> None:
-        """Raise on this rank; the other ranks raise `MismatchError`."""
-        self._call.fail(problem, expected=expected, got=got, remedy=remedy)

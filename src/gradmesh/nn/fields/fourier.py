@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
+from gradmesh.errors import ArgumentError, DTypeError, ShapeError
 from gradmesh.nn.fields.halo import AxesLike, Cut, DimsLike, Rows, cut_of, cuts_of
 from gradmesh.nn.inputs import upcast
 from gradmesh.ops.sizes import balanced
@@ -389,14 +389,12 @@ class SpectralConv(nn.Module):
         super().__init__()
         self.modes = (modes,) if isinstance(modes, int) else tuple(modes)
         if not self.modes or min(self.modes) < 1:
-            raise ArgumentError(
-                message(
-                    "modes must be positive",
-                    op="nn.SpectralConv",
-                    expected="an int >= 1 for each spatial dim",
-                    got=f"modes={modes!r}",
-                    remedy="pass e.g. modes=16, or modes=(12, 12) for two spatial dims",
-                )
+            raise ArgumentError.of(
+                "modes must be positive",
+                op="nn.SpectralConv",
+                expected="an int >= 1 for each spatial dim",
+                got=f"modes={modes!r}",
+                remedy="pass e.g. modes=16, or modes=(12, 12) for two spatial dims",
             )
         self.in_channels, self.out_channels = in_channels, out_channels
         self.over, self.dim, self.rows, self.replicated = axis, dim, sizes, replicated

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from gradmesh._torch import outside_modes
 from gradmesh.errors import DTypeError
 from gradmesh.nn.inputs import check_own_size
+from gradmesh.ops.sizes import intervals
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.transport.run import constants
 from gradmesh.verbs.call import Call, SizesLike, integer
@@ -50,14 +51,9 @@ class Cut:
         return sum(self.sizes)
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> list[tuple[int, int]]:
         """Each rank's rows as half-open intervals."""
-        return _in_a_row(self.sizes)
-
-
-def _in_a_row(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Consecutive half-open intervals of these sizes."""
-    return tuple(pairwise(accumulate(sizes, initial=0)))
+        return intervals(self.sizes)
 
 
 def cut_of(verb: str, x: Tensor, axis: AxisLike, dim: int, sizes: SizesLike) -> Cut:
@@ -226,7 +222,7 @@ def slid(
             pads.append((tap.left, max(tap.right, tap.needs(0, count)[1] - rows)))
             continue
         each = tap.shares(cut.sizes)
-        needs = [tap.needs(*span) for span in _in_a_row(each)]
+        needs = [tap.needs(*span) for span in intervals(each)]
         counts.append(each[cut.axis.rank])
         if mode in ("reflect", "replicate"):
             x, missing = _continued(x, cut, needs, mode), (0, 0)
@@ -915,7 +911,7 @@ def interpolate(
 def _along(x: Tensor, dim: int, grid: _Grid, cut: Cut | None) -> Tensor:
     first, last, begin = 0, grid.outputs, 0
     if cut is not None:
-        own = _in_a_row(shares(cut.sizes, grid.outputs, grid.outputs, grid.rows))
+        own = intervals(shares(cut.sizes, grid.outputs, grid.outputs, grid.rows))
         needs = [grid.needs(*span) for span in own]
         (first, last), begin = own[cut.axis.rank], needs[cut.axis.rank][0]
         x, _ = window(x, cut, needs)

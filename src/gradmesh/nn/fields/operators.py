@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from gradmesh.errors import ShapeError
 from gradmesh.nn.clipping import mark_sharded
 from gradmesh.nn.fields.halo import Cut, cut_of, window
 from gradmesh.nn.inputs import HALVES, upcast
-from gradmesh.ops.sizes import balanced
+from gradmesh.ops.sizes import balanced, intervals
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, SizesLike, integer
@@ -199,8 +198,7 @@ def narrowed_sizes(sizes: Sequence[int], start: int, length: int) -> tuple[int, 
         >>> gm.nn.fields.narrowed_sizes((3, 0, 4), 2, 3)
         (1, 0, 2)
     """
-    spans = pairwise(accumulate(sizes, initial=0))
-    return tuple(max(min(end, start + length) - max(begin, start), 0) for begin, end in spans)
+    return tuple(max(min(end, start + length) - max(begin, start), 0) for begin, end in intervals(sizes))
 
 
 def narrow_copy(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.autograd.pending import Pending, combined
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.nn.graph.plan import (
     Bound,
     Edges,
@@ -18,7 +18,6 @@ from gradmesh.nn.graph.plan import (
     checked_edges,
     checked_owner,
     digest,
-    failing,
     hops_of,
     local_edges,
     types_of_state,
@@ -83,21 +82,21 @@ class HeteroPlan(Bound):
         hops: int = 1,
     ) -> None:
         call = Call(self.verb, torch.empty(0), axis)
-        fail = failing(call)
+        fail = call.fail
         if not isinstance(owner, Mapping) or not isinstance(edges, Mapping):
             fail(
                 "edges and owner must be dicts",
-                "edges={(source type, relation, target type): edges}, owner={type: ranks}",
-                f"edges={type(edges).__name__}, owner={type(owner).__name__}",
-                "pass dicts, or use gm.nn.graph.GraphPlan for one type of nodes and edges",
+                expected="edges={(source type, relation, target type): edges}, owner={type: ranks}",
+                got=f"edges={type(edges).__name__}, owner={type(owner).__name__}",
+                remedy="pass dicts, or use gm.nn.graph.GraphPlan for one type of nodes and edges",
             )
         for kind in owner:
             if not isinstance(kind, str):
                 fail(
                     "a node type in owner is not a str",
-                    'owner={"paper": ranks, ...}',
-                    f"the key {kind!r}",
-                    f"name the type, e.g. owner={{'{kind}': ranks}}",
+                    expected='owner={"paper": ranks, ...}',
+                    got=f"the key {kind!r}",
+                    remedy=f"name the type, e.g. owner={{'{kind}': ranks}}",
                 )
         nodes = {kind: checked_owner(owner[kind], call.axis.size, fail) for kind in sorted(owner)}
         self.axis, self.hops = call.axis, hops_of(hops, fail)
@@ -112,7 +111,7 @@ class HeteroPlan(Bound):
     def _checked(
         self, edges: Mapping[Relation, Tensor], nodes: Mapping[str, int], call: Call
     ) -> dict[Relation, Tensor]:
-        fail = failing(call)
+        fail = call.fail
         for relation in edges:
             if (
                 not isinstance(relation, tuple)
@@ -122,9 +121,9 @@ class HeteroPlan(Bound):
             ):
                 fail(
                     "a key of edges is not a relation between node types of owner",
-                    f"(source type, relation, target type) with types from {', '.join(map(repr, nodes))}",
-                    repr(relation),
-                    "add the missing node types to owner, or correct the key",
+                    expected=f"(source type, relation, target type) with types from {', '.join(map(repr, nodes))}",
+                    got=repr(relation),
+                    remedy="add the missing node types to owner, or correct the key",
                 )
         return {
             relation: checked_edges(edges[relation], (nodes[relation[0]], nodes[relation[2]]), fail)
@@ -297,6 +296,4 @@ class HeteroPlan(Bound):
         if communicates:
             call = Call(f"{self.verb}.{communicates}", torch.empty(0), self.axis)
             call.fail(problem, expected=expected, got=got, remedy=remedy, kind=kind)
-        raise kind(
-            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
-        )
+        raise kind.of(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)

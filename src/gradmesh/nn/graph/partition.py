@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import importlib
 import math
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from gradmesh._util.environment import require
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.nn.graph.plan import checked_edges, is_table, shown
 from gradmesh.ops.sizes import balanced
 from gradmesh.verbs.call import integer
@@ -66,9 +67,9 @@ def by_graph(batch: Tensor, ranks: int) -> Tensor:
         fail(
             "by_graph",
             "batch is not a 1-d tensor of integers >= 0",
-            "the graph of each node, e.g. torch.tensor([0, 0, 1])",
-            f"batch={shown(batch)}" + (f" with minimum {least}" if least < 0 else ""),
-            "number the graphs from 0",
+            expected="the graph of each node, e.g. torch.tensor([0, 0, 1])",
+            got=f"batch={shown(batch)}" + (f" with minimum {least}" if least < 0 else ""),
+            remedy="number the graphs from 0",
         )
     graphs = batch.long()
     sizes = torch.bincount(graphs).tolist()
@@ -103,9 +104,7 @@ def by_metis(edges: Tensor, nodes: int, ranks: int) -> Tensor:
         `by_metis(edges, nodes=1000, ranks=gm.world_size())`
     """
     nodes, ranks = number_of(nodes, "nodes", "by_metis"), ranks_of(ranks, "by_metis")
-    pairs = checked_edges(
-        edges, nodes, lambda problem, expected, got, remedy: fail("by_metis", problem, expected, got, remedy)
-    ).cpu()
+    pairs = checked_edges(edges, nodes, partial(fail, "by_metis")).cpu()
     require("metis", "nn.graph.by_metis")
     pymetis: Any = importlib.import_module("pymetis")
     if ranks == 1 or not nodes:
@@ -124,9 +123,9 @@ def number_of(value: object, name: str, who: str) -> int:
         fail(
             who,
             f"{name} must be an int >= 0",
-            f"the number of {name}, e.g. {name}=1000",
-            f"{name}={value!r}",
-            f"pass the number of {name} of the full graph",
+            expected=f"the number of {name}, e.g. {name}=1000",
+            got=f"{name}={value!r}",
+            remedy=f"pass the number of {name} of the full graph",
         )
     return whole
 
@@ -138,16 +137,16 @@ def ranks_of(value: object, who: str) -> int:
         fail(
             who,
             "ranks must be a positive int",
-            "the number of ranks, e.g. ranks=4",
-            f"ranks={value!r}",
-            "pass ranks=gm.world_size(axis)",
+            expected="the number of ranks, e.g. ranks=4",
+            got=f"ranks={value!r}",
+            remedy="pass ranks=gm.world_size(axis)",
         )
     return whole
 
 
-def fail(who: str, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
+def fail(who: str, problem: str, *, expected: str, got: str, remedy: str) -> NoReturn:
     """Raise ArgumentError for a function that does not communicate."""
-    raise ArgumentError(message(problem, op=f"nn.graph.{who}", expected=expected, got=got, remedy=remedy))
+    raise ArgumentError.of(problem, op=f"nn.graph.{who}", expected=expected, got=got, remedy=remedy)
 
 
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
@@ -196,9 +195,9 @@ def by_space(
         fail(
             "by_space",
             "unknown method",
-            'method="bisection" or method="curve"',
-            f"method={method!r}",
-            "omit it for bisection",
+            expected='method="bisection" or method="curve"',
+            got=f"method={method!r}",
+            remedy="omit it for bisection",
         )
     wrapped = _wrapped(positions, cell)
     order = _bisected(wrapped, ranks) if method == "bisection" else _along_curve(wrapped)
@@ -214,19 +213,19 @@ def _wrapped(positions: Tensor, cell: Tensor | None) -> Tensor:
         fail(
             "by_space",
             "positions is not a real tensor of shape (nodes, dims)",
-            "one row of coordinates for each node, e.g. shape (1000, 3)",
-            shown(positions),
-            "pass a dense float tensor with 2 dimensions",
+            expected="one row of coordinates for each node, e.g. shape (1000, 3)",
+            got=shown(positions),
+            remedy="pass a dense float tensor with 2 dimensions",
         )
     places = positions.detach().to("cpu", torch.float64)
     if not torch.isfinite(places).all():
         fail(
             "by_space",
             "positions are not finite",
-            "finite numbers",
-            f"{int((~torch.isfinite(places)).any(1).sum())} nodes with NaN or infinity, the first at index "
+            expected="finite numbers",
+            got=f"{int((~torch.isfinite(places)).any(1).sum())} nodes with NaN or infinity, the first at index "
             f"{int((~torch.isfinite(places)).any(1).nonzero()[0])}",
-            "check the step that computed the positions",
+            remedy="check the step that computed the positions",
         )
     if cell is not None:
         dims = places.shape[1]
@@ -240,9 +239,9 @@ def _wrapped(positions: Tensor, cell: Tensor | None) -> Tensor:
             fail(
                 "by_space",
                 "cell is not a valid periodic cell of these positions",
-                f"{dims} independent vectors of finite numbers as rows, shape ({dims}, {dims})",
-                f"{cell.tolist() if plain else shown(cell)}",
-                f"pass e.g. cell=10.0 * torch.eye({dims}); use a long vector along a non-periodic dimension",
+                expected=f"{dims} independent vectors of finite numbers as rows, shape ({dims}, {dims})",
+                got=f"{cell.tolist() if plain else shown(cell)}",
+                remedy=f"pass e.g. cell=10.0 * torch.eye({dims}); use a long vector along a non-periodic dimension",
             )
         inside: Tensor = torch.linalg.solve(vectors.T, places.T).T
         places = (inside - inside.floor()) * lengths
@@ -250,9 +249,9 @@ def _wrapped(positions: Tensor, cell: Tensor | None) -> Tensor:
         fail(
             "by_space",
             "the extent of the positions overflows float64",
-            "a finite extent",
-            f"coordinates from {float(positions.min())} to {float(positions.max())}",
-            "check the step that computed the positions",
+            expected="a finite extent",
+            got=f"coordinates from {float(positions.min())} to {float(positions.max())}",
+            remedy="check the step that computed the positions",
         )
     return places
 
@@ -287,9 +286,9 @@ def _along_curve(places: Tensor) -> Tensor:
         fail(
             "by_space",
             'too many dimensions for method="curve"',
-            "at most 62",
-            f"{places.shape[1]}",
-            'use method="bisection"',
+            expected="at most 62",
+            got=f"{places.shape[1]}",
+            remedy='use method="bisection"',
         )
     steps = ((places - lowest) * (((1 << bits) - 1) / extent if extent else 0.0)).long()
     return _hilbert(list(steps.unbind(1)), bits).argsort(stable=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake, modes_active
 from gradmesh.autograd.pending import Pending
-from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError
 from gradmesh.nn.inputs import agree, checksum, device_of_root, fingerprint, outside
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
@@ -34,8 +34,8 @@ from gradmesh.verbs.collectives import all_gather, all_reduce, exchange, shard
 INDEX = (torch.int64, torch.int32)
 """Index dtypes."""
 
-Fail = Callable[[str, str, str, str], NoReturn]
-"""Raises an error from its problem, expected, got and remedy."""
+Fail = Callable[..., NoReturn]
+"""Raises an error; takes the arguments of `Call.fail`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ def checked_edges(edges: object, nodes: int | tuple[int, int], fail: Fail) -> Te
     if not is_table(edges, 2, INDEX) or edges.shape[0] != 2:
         fail(
             "edges is not an integer tensor of shape (2, edges)",
-            "int64 node indices, sources in row 0 and targets in row 1",
-            shown(edges),
-            "pass edges.T"
+            expected="int64 node indices, sources in row 0 and targets in row 1",
+            got=shown(edges),
+            remedy="pass edges.T"
             if is_table(edges, 2, INDEX) and edges.shape[1] == 2
             else "torch.stack((source, target))",
         )
@@ -70,9 +70,9 @@ def checked_edges(edges: object, nodes: int | tuple[int, int], fail: Fail) -> Te
         if wrong := outside(numbers, most):
             fail(
                 f"an edge's {name} is out of range",
-                f"0 <= {name} < {most}",
-                f"{name}s {wrong}",
-                "use global node indices that start at 0",
+                expected=f"0 <= {name} < {most}",
+                got=f"{name}s {wrong}",
+                remedy="use global node indices that start at 0",
             )
     return edges.long()
 
@@ -140,15 +140,13 @@ class Bound:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise ArgumentError."""
-        raise ArgumentError(
-            message(
-                "a plan cannot be pickled: it refers to a process group",
-                op=self.verb,
-                expected="plan.state(), a dict of tensors and ints",
-                got=f"a {type(self).__name__}",
-                remedy="save plan.state() on each rank, and restore it with "
-                f"{type(self).__name__}.of_state(torch.load(path))",
-            )
+        raise ArgumentError.of(
+            "a plan cannot be pickled: it refers to a process group",
+            op=self.verb,
+            expected="plan.state(), a dict of tensors and ints",
+            got=f"a {type(self).__name__}",
+            remedy="save plan.state() on each rank, and restore it with "
+            f"{type(self).__name__}.of_state(torch.load(path))",
         )
 
 
@@ -449,9 +447,7 @@ class Rows(Bound):
         self, problem: str, expected: str, got: str, remedy: str, kind: type[ArgumentError] = ShapeError
     ) -> NoReturn:
         """Raise on this rank; the other ranks are not waiting."""
-        raise kind(
-            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
-        )
+        raise kind.of(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
 
 
 Kind = Literal["whole", "root", "parts"]
@@ -671,15 +667,13 @@ def _check_pairs(
         if sends[a][b] != takes[b][a]
     ]
     if differing or any(row[:shared] != table[0][:shared] for row in table):
-        raise MismatchError(
-            message(
-                "the ranks' states belong to different plans",
-                op=call.verb,
-                axis=str(call.axis),
-                expected="states that were saved together",
-                got="; ".join(differing[:3]) or "different partitions or numbers of hops",
-                remedy="load the states of the same checkpoint on every rank",
-            )
+        raise MismatchError.of(
+            "the ranks' states belong to different plans",
+            op=call.verb,
+            axis=str(call.axis),
+            expected="states that were saved together",
+            got="; ".join(differing[:3]) or "different partitions or numbers of hops",
+            remedy="load the states of the same checkpoint on every rank",
         )
 
 
@@ -716,30 +710,21 @@ class GraphInput:
         return GraphInput(self.pairs[:, here], self.numbers[here], whole=False)
 
 
-def failing(call: Call) -> Fail:
-    """`call.fail` with positional arguments."""
-
-    def fail(problem: str, expected: str, got: str, remedy: str) -> None:
-        call.fail(problem, expected=expected, got=got, remedy=remedy)
-
-    return fail  # type: ignore[return-value]  # Call.fail does not return
-
-
 def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
     """The rank of each node as int64."""
     if not is_table(owner, 1, INDEX):
         fail(
             "owner is not a 1-d integer tensor",
-            "the rank of each node, int64",
-            shown(owner),
-            f"pass e.g. owner=gm.nn.graph.by_count(nodes, {ranks}), by_space(...) or a custom assignment",
+            expected="the rank of each node, int64",
+            got=shown(owner),
+            remedy=f"pass e.g. owner=gm.nn.graph.by_count(nodes, {ranks}), by_space(...) or a custom assignment",
         )
     if wrong := outside(owner, ranks):
         fail(
             "owner has ranks out of range",
-            f"0 <= rank < {ranks}",
-            f"ranks {wrong}",
-            f"partition the graph into {ranks} parts, gm.world_size(axis)",
+            expected=f"0 <= rank < {ranks}",
+            got=f"ranks {wrong}",
+            remedy=f"partition the graph into {ranks} parts, gm.world_size(axis)",
         )
     return owner.to(torch.int64, copy=True)  # the caller may overwrite the argument
 
@@ -750,9 +735,9 @@ def hops_of(hops: object, fail: Fail) -> int:
     if depth is None or depth < 1:
         fail(
             "hops must be a positive int",
-            "the number of layers that an exchange serves, e.g. hops=2",
-            f"hops={hops!r}",
-            "omit it for one layer",
+            expected="the number of layers that an exchange serves, e.g. hops=2",
+            got=f"hops={hops!r}",
+            remedy="omit it for one layer",
         )
     return depth
 
@@ -762,9 +747,9 @@ def checked_own(own: object, fail: Fail) -> Tensor:
     if not is_table(own, 1, INDEX):
         fail(
             "own is not a 1-d integer tensor",
-            "the global indices of this rank's nodes, int64",
-            shown(own),
-            "pass e.g. own=torch.tensor([0, 1, 5])",
+            expected="the global indices of this rank's nodes, int64",
+            got=shown(own),
+            remedy="pass e.g. own=torch.tensor([0, 1, 5])",
         )
     return own.long()
 
@@ -777,9 +762,9 @@ def check_own_matches(
     if not torch.equal(own.to(owner.device).sort().values, local):
         fail(
             f"{names[0]} does not match {names[1]}",
-            f"the {len(local)} nodes that rank {rank} owns, each once",
-            f"{len(own)} nodes, which differ from these",
-            f"pass ({names[1]} == {rank}).nonzero().squeeze(1), in any order",
+            expected=f"the {len(local)} nodes that rank {rank} owns, each once",
+            got=f"{len(own)} nodes, which differ from these",
+            remedy=f"pass ({names[1]} == {rank}).nonzero().squeeze(1), in any order",
         )
 
 
@@ -792,7 +777,7 @@ def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
     if nodes and (int(ids.min()) < 0 or int(ids.max()) >= nodes or len(ids.unique()) < nodes):
         held = torch.bincount(ids.clamp(0, nodes - 1), minlength=nodes)
         wrong = (held != 1).nonzero().squeeze(1)
-        call_error = message(
+        raise MismatchError.of(
             "the ranks' own= do not contain every node exactly once",
             op=verb,
             axis=str(axis),
@@ -800,7 +785,6 @@ def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
             got=f"indices from {int(ids.min())} to {int(ids.max())}; missing or repeated: {wrong[:5].tolist()}",
             remedy="use global node indices, and assign each node to one rank",
         )
-        raise MismatchError(call_error)
     owner = torch.empty(nodes, dtype=torch.int64, device=ids.device)
     owner[ids] = torch.arange(axis.size, device=ids.device).repeat_interleave(counts)
     return owner
@@ -813,16 +797,16 @@ def edges_of_rank(edges: object, owner: Tensor, rank: int, fail: Fail) -> Tensor
     if len(foreign):
         fail(
             "an edge ends at a node of another rank",
-            f"targets that rank {rank} owns",
-            f"{len(foreign)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, foreign[0]].tolist()}",
-            "pass each edge on the rank that owns its target",
+            expected=f"targets that rank {rank} owns",
+            got=f"{len(foreign)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, foreign[0]].tolist()}",
+            remedy="pass each edge on the rank that owns its target",
         )
     return pairs
 
 
 def edges_of_parts(edges: object, rows: Rows, hops: int, call: Call) -> GraphInput:
     """The graph from each rank's edges."""
-    pairs = edges_of_rank(edges, rows.owner, rows.axis.rank, failing(call))
+    pairs = edges_of_rank(edges, rows.owner, rows.axis.rank, call.fail)
     first = 0
     if hops > 1:
         each = all_gather(torch.tensor([pairs.shape[1]], device=pairs.device), rows.axis)
@@ -900,14 +884,14 @@ class GraphPlan(Rows):
         hops: int = 1,
     ) -> None:
         call = Call(self.verb, _operand(edges), axis)
-        fail = failing(call)
+        fail = call.fail
         depth = hops_of(hops, fail)
         if own is not None and root is not None:
             fail(
                 "own= and root= cannot be combined",
-                "own= if every rank passes its part, or root= if one rank passes the full graph",
-                f"own=... and root={root!r}",
-                "omit root if every rank passes its part, else omit own",
+                expected="own= if every rank passes its part, or root= if one rank passes the full graph",
+                got=f"own=... and root={root!r}",
+                remedy="omit root if every rank passes its part, else omit own",
             )
         self._kind: Kind = "parts" if own is not None else "whole" if root is None else "root"
         self._root = -1 if root is None else call.rank(root)
@@ -935,7 +919,7 @@ class GraphPlan(Rows):
     def _from_root(
         self, edges: Tensor | None, owner: Tensor | None, call: Call, options: list[int]
     ) -> tuple[GraphInput, Tensor]:
-        fail = failing(call)
+        fail = call.fail
         if call.axis.rank == self._root:
             owner = checked_owner(owner, call.axis.size, fail)
             edges = checked_edges(edges, len(owner), fail)
@@ -943,9 +927,9 @@ class GraphPlan(Rows):
         elif edges is not None or owner is not None:
             fail(
                 "edges or owner passed on a rank that is not the root",
-                f"edges=None and owner=None: rank {self._root} is the root",
-                f"edges={type(edges).__name__}, owner={type(owner).__name__}",
-                f"pass GraphPlan(root={self._root}) on this rank, or omit root if every rank has the graph",
+                expected=f"edges=None and owner=None: rank {self._root} is the root",
+                got=f"edges={type(edges).__name__}, owner={type(owner).__name__}",
+                remedy=f"pass GraphPlan(root={self._root}) on this rank, or omit root if every rank has the graph",
             )
         agree(call.axis, self.verb, "root and hops", options)
         device = device_of_root(call.axis, self._root, edges)
@@ -1011,7 +995,7 @@ class GraphPlan(Rows):
         made = copy.copy(self)
         options, given = [KINDS.index(self._kind), self.hops, self._root], None
         if self._kind == "whole":
-            pairs = checked_edges(edges, self.nodes, failing(call))
+            pairs = checked_edges(edges, self.nodes, call.fail)
             agree(self.axis, call.verb, "edges", options, pairs)
             given = _full(pairs)
         elif self._kind == "root":

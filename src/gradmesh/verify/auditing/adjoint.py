@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, RankError, message
+from gradmesh.errors import ArgumentError, RankError
 from gradmesh.types import Type
 from gradmesh.verify.auditing.findings import Finding
 from gradmesh.verify.auditing.opening import shapes
@@ -200,15 +200,13 @@ def _meant(case: Case, arrow: str) -> Iterator[Finding]:
     """The law under the requested reading."""
     reading = named(arrow, len(case.shapes), len(case.out_shapes))
     if reading is None:
-        raise ArgumentError(
-            message(
-                "invalid arrow for this function",
-                op="verify.audit",
-                expected=f"types V, R, P or I of {len(case.shapes)} operands and {len(case.out_shapes)} results, "
-                "or one for all",
-                got=repr(arrow),
-                remedy='pass the intended types, e.g. arrow="V -> R"',
-            )
+        raise ArgumentError.of(
+            "invalid arrow for this function",
+            op="verify.audit",
+            expected=f"types V, R, P or I of {len(case.shapes)} operands and {len(case.out_shapes)} results, "
+            "or one for all",
+            got=repr(arrow),
+            remedy='pass the intended types, e.g. arrow="V -> R"',
         )
     differing = [
         f"{what} {index}"

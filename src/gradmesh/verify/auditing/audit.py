@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gradmesh.errors import ArgumentError, GradmeshError, RankError, message
+from gradmesh.errors import ArgumentError, GradmeshError, RankError
 from gradmesh.launch import launch
 from gradmesh.verify.auditing.adjoint import KINDS_OF, adjoint, parts, second_order
 from gradmesh.verify.auditing.conditions import (
@@ -129,14 +129,12 @@ def audit(
     """
     start = time.monotonic()
     if not callable(build):
-        raise ArgumentError(
-            message(
-                "build is not callable",
-                op="verify.audit",
-                expected="a function that returns (fn, inputs) on each rank",
-                got=type(build).__name__,
-                remedy="pass e.g. lambda: (fn, torch.ones(3))",
-            )
+        raise ArgumentError.of(
+            "build is not callable",
+            op="verify.audit",
+            expected="a function that returns (fn, inputs) on each rank",
+            got=type(build).__name__,
+            remedy="pass e.g. lambda: (fn, torch.ones(3))",
         )
     wanted = _wanted([kinds] if isinstance(kinds, str) else kinds)
     if isolate and backend == "threads":
@@ -257,14 +255,12 @@ def _wanted(kinds: Iterable[str] | None) -> frozenset[str]:
     chosen = frozenset(KINDS if kinds is None else kinds)
     unknown = sorted(chosen - set(KINDS))
     if unknown:
-        raise ArgumentError(
-            message(
-                "unknown kind of finding",
-                op="verify.audit",
-                expected=", ".join(KINDS),
-                got=", ".join(unknown),
-                remedy='pass names from the list above, e.g. kinds=["not-adjoint", "hangs"]',
-            )
+        raise ArgumentError.of(
+            "unknown kind of finding",
+            op="verify.audit",
+            expected=", ".join(KINDS),
+            got=", ".join(unknown),
+            remedy='pass names from the list above, e.g. kinds=["not-adjoint", "hangs"]',
         )
     return chosen
 
@@ -371,12 +367,10 @@ def _look_in(folder: str) -> None:
 
 
 def _no_such(target: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        message(
-            f"cannot import {target!r}",
-            op="verify.audit",
-            expected="module:function or file.py:function, e.g. mypackage.collectives:build; it returns (fn, inputs)",
-            got=got,
-            remedy="run the command in the folder that contains the module, or pass the file's path",
-        )
+    return ArgumentError.of(
+        f"cannot import {target!r}",
+        op="verify.audit",
+        expected="module:function or file.py:function, e.g. mypackage.collectives:build; it returns (fn, inputs)",
+        got=got,
+        remedy="run the command in the folder that contains the module, or pass the file's path",
     )

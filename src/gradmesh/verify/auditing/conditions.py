@@ -475,15 +475,13 @@ def _same_on(case: Case, pool: Pool, what: str, **options: object) -> Iterator[F
         why = str(error).splitlines()[0].removeprefix("gradmesh.launch: ")
         yield Finding("own-rank-assumed", f"{what}: build fails: {why}", (), case.forward_line)
         return
-    off = ranks_apart([a.results for a in ranks], [a.results for a in plain], case.tolerance)
-    if off:
-        text, line = f"{what} the result changes, for the same operands", case.forward_line
-        yield Finding("own-rank-assumed", text, off, line)
-        return
-    off = ranks_apart([a.gradients for a in ranks], [a.gradients for a in plain], case.tolerance)
-    if off:
-        text = f"{what} the gradient changes, for the same operands"
-        yield Finding("own-rank-assumed", text, off, case.line)
+    for changed, line in (("result", case.forward_line), ("gradient", case.line)):
+        found, before = ([getattr(answer, f"{changed}s") for answer in each] for each in (ranks, plain))
+        off = ranks_apart(found, before, case.tolerance)
+        if off:
+            text = f"{what} the {changed} changes, for the same operands"
+            yield Finding("own-rank-assumed", text, off, line)
+            return
 
 
 def unused_output(case: Case) -> Iterator[Finding]:

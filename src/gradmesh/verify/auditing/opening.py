@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.verify.auditing.findings import Finding
 from gradmesh.verify.auditing.probes import (
     Case,
@@ -115,14 +115,12 @@ def _same_each_time(case: Case) -> None:
     one, two = ([answer.results for answer in _called(case)] for _ in range(2))
     off = ranks_apart(one, two, max(1e-6, case.tolerance))
     if off:
-        raise ArgumentError(
-            message(
-                "the function returns different results for the same operands",
-                op="verify.audit",
-                expected="a deterministic function without state",
-                got=f"two calls with different results on ranks {', '.join(map(str, off))}",
-                remedy="call torch.manual_seed(0) inside the function, or switch dropout off with module.eval()",
-            )
+        raise ArgumentError.of(
+            "the function returns different results for the same operands",
+            op="verify.audit",
+            expected="a deterministic function without state",
+            got=f"two calls with different results on ranks {', '.join(map(str, off))}",
+            remedy="call torch.manual_seed(0) inside the function, or switch dropout off with module.eval()",
         )
 
 
@@ -134,14 +132,12 @@ def _counted(answers: Sequence[Answer]) -> None:
     problem = "ranks return different numbers of tensors"
     if not any(counts):
         problem = "the function returns no differentiable tensor"
-    raise ArgumentError(
-        message(
-            problem,
-            op="verify.audit",
-            expected="the same number of floating-point or complex tensors on every rank, at least one",
-            got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts)),
-            remedy="on ranks without a result return an empty tensor, e.g. x.new_zeros(0)",
-        )
+    raise ArgumentError.of(
+        problem,
+        op="verify.audit",
+        expected="the same number of floating-point or complex tensors on every rank, at least one",
+        got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts)),
+        remedy="on ranks without a result return an empty tensor, e.g. x.new_zeros(0)",
     )
 
 
@@ -157,14 +153,12 @@ def _called(case: Case) -> list[Answer]:
         if error.kind == "hangs":
             raise
         at = f", at {error.first.line}" if error.first.line else ""
-        raise ArgumentError(
-            message(
-                f"the function raises on rank {error.rank}, on the inputs that build returned",
-                op="verify.audit",
-                expected="a function that runs on every rank",
-                got=f"{error.first.kind}: {error.first.text}{at}",
-                remedy="debug it with gradmesh.launch(lambda: fn(*inputs), 3), then audit it",
-            )
+        raise ArgumentError.of(
+            f"the function raises on rank {error.rank}, on the inputs that build returned",
+            op="verify.audit",
+            expected="a function that runs on every rank",
+            got=f"{error.first.kind}: {error.first.text}{at}",
+            remedy="debug it with gradmesh.launch(lambda: fn(*inputs), 3), then audit it",
         ) from None
 
 

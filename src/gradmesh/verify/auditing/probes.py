@@ -8,6 +8,7 @@ about the function, shared by all checks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import warnings
@@ -145,8 +146,10 @@ def forward_only(subject: Subject, probe: Probe) -> Answer:
 
 def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
     """The operands of a probe."""
-    count = len(subject.operands)
-    kinds = [(subject.shape(i), subject.operand_dtype(i, probe.complex)) for i in range(count)]
+    kinds = [
+        (subject.inputs[at].shape, subject.operand_dtype(i, probe.complex))
+        for i, at in enumerate(subject.operands)
+    ]
     return _draw_all(subject, probe, kinds, probe.alike, of_results=False)
 
 
@@ -322,7 +325,7 @@ class Pool:
         """Call `build` on the ranks, if they do not hold the function yet."""
         if not self._holds:
             try:
-                with _silent():
+                with _without_warnings():
                     described = self._ranks.run(
                         _begin, self._build, self._options, self._outside, self.settings
                     )
@@ -339,7 +342,7 @@ class Pool:
         """Call `question(*args)` on each participating rank and return the answers."""
         self.begin()
         try:
-            with _silent():
+            with _without_warnings():
                 answers = self._ranks.run(_call_on_ranks, question, args, self._outside)
         except RankError as error:
             self._renew()
@@ -442,12 +445,8 @@ def _out_of_sync(failed: Mapping[int, Failure], ranks: int) -> bool:
     return 0 < len(failed) < ranks or len(same) > 1 or any(failure.waited for failure in failed.values())
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress torch's warnings about the audited function: they are not findings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+_without_warnings = functools.partial(warnings.catch_warnings, action="ignore")
+"""Suppresses torch's warnings about the audited function: they are not findings."""
 
 
 @dataclass

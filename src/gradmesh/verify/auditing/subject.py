@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH
-from gradmesh._util.structure import tensors_in
+from gradmesh._util.structure import sequence_like, tensors_in
 from gradmesh.autograd.ordered import Order, ordered
-from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError
 from gradmesh.verify.gradients.inputs import local_shard
 
 IN_BACKWARD = "raised in backward"
@@ -61,11 +61,6 @@ class Subject:
         """The dtype in which to draw an operand."""
         wide = self.inputs[self.operands[index]].is_complex() or complex_too
         return self.dtype.to_complex() if wide else self.dtype
-
-    def shape(self, index: int) -> torch.Size:
-        """The shape of an operand."""
-        size: torch.Size = self.inputs[self.operands[index]].shape
-        return size
 
     def own(self) -> list[Tensor]:
         """The operands that `build` returned, in the dtype in which operands are drawn."""
@@ -234,10 +229,7 @@ def replaced(x: Any, others: Iterator[Tensor]) -> Any:
         return x
     if isinstance(x, dict):
         return {key: replaced(value, others) for key, value in x.items()}
-    values = [replaced(value, others) for value in x]
-    if isinstance(x, list):
-        return values
-    return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
+    return sequence_like(x, [replaced(value, others) for value in x])
 
 
 def is_library(file: str) -> bool:
@@ -292,14 +284,12 @@ def _functions(above: Any) -> Iterator[Any]:
 
 
 def _unusable(problem: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        message(
-            problem,
-            op="verify.audit",
-            expected="(fn, inputs); inputs is a floating-point or complex tensor, or a tuple that contains one",
-            got=got,
-            remedy="return e.g. (MyFunction.apply, torch.ones(3)) or (fn, (torch.ones(3), group))",
-        )
+    return ArgumentError.of(
+        problem,
+        op="verify.audit",
+        expected="(fn, inputs); inputs is a floating-point or complex tensor, or a tuple that contains one",
+        got=got,
+        remedy="return e.g. (MyFunction.apply, torch.ones(3)) or (fn, (torch.ones(3), group))",
     )
 
 

@@ -107,9 +107,8 @@ class CallRecorder:
         self.nodes: list[Node] = []
         self.ran: list[int] = []
         self._open: list[tuple[FrameType, str]] = []
-        self._applying: list[object] = []
+        self._applying: list[list[Called]] = []  # the calls in the forward of each Function being applied
         self._contexts: list[Any] = []
-        self._pending: dict[int, list[Called]] = {}
         self._in_node: int | None = None
 
     @contextlib.contextmanager
@@ -173,7 +172,7 @@ class CallRecorder:
         if not self._applying and not backward:
             called.tensors = {**handed, "origin": _origin(frame, handed)}
         if self._applying and not backward:
-            self._pending.setdefault(id(self._applying[-1]), []).append(called)
+            self._applying[-1].append(called)
         self.called.append(called)
         if backward and inside is not None:
             self.nodes[inside].collective = True
@@ -181,33 +180,29 @@ class CallRecorder:
     def _apply(self, event: str, cls: type) -> None:
         """A Function is applied in C++, which does not expose the result: the node is the `ctx` of its methods."""
         if event == "c_call":
-            self._applying.append(object())
+            self._applying.append([])
             self._contexts.append(None)
             return
         if not self._applying:
             return
-        inner = self._pending.pop(id(self._applying.pop()), [])
-        node = self._contexts.pop()
+        inner, node = self._applying.pop(), self._contexts.pop()
         in_graph = node is not None and any(to is not None for to, _ in node.next_functions)
         # Inside another Function's forward nothing is recorded.
         if in_graph and not in_backward() and (inner or not self._applying):
             number = len(self.nodes)
-            ours = cls.__module__.startswith("gradmesh.")
-            name = cls.__name__
-            op = getattr(node, "op", None)
-            if ours and op is not None:
-                name = f"gradmesh.{op.called}"
+            ours, op = cls.__module__.startswith("gradmesh."), getattr(node, "op", None)
+            name = f"gradmesh.{op.called}" if ours and op is not None else cls.__name__
             own = not cls.__module__.startswith("torch.")
             made = Node(number, name, call_site(), node, ours, bool(inner) or own)
             self.nodes.append(made)
             for called in inner:
                 called.inside = number
-            node.register_prehook(lambda grads: self._entered(number, grads))
+            node.register_prehook(lambda _: self._entered(number))
             if self._change is not None:
                 self._change.node(made)
             node.register_hook(lambda *_: self._left())
 
-    def _entered(self, number: int, _: object) -> None:
+    def _entered(self, number: int) -> None:
         self._in_node = number
         self.ran.append(number)
 

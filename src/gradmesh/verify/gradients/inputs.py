@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._util.call_sites import PARSING
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh._util.structure import sequence_like
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError
 from gradmesh.ops.sizes import balanced
 from gradmesh.types import Type
 
@@ -185,7 +186,7 @@ class RankInputs:
                 for key, value in x.items()
             }
         if isinstance(x, tuple | list):
-            return _like(x, [self._taken(value, f"{name}[{i}]", kind) for i, value in enumerate(x)])
+            return sequence_like(x, [self._taken(value, f"{name}[{i}]", kind) for i, value in enumerate(x)])
         return x
 
     def _tensor(self, x: Tensor, name: str, kind: Type | None) -> Any:
@@ -214,21 +215,13 @@ def _of(kind: InputType, name: str, default: Any) -> Any:
     return chosen(kind, name, default) if isinstance(kind, Mapping) else kind
 
 
-def _like(x: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
-    if isinstance(x, list):
-        return parts
-    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-
-
 def _filled(x: Any) -> Any:
-    if isinstance(x, Leaf):
-        return (
-            None if x.current is None else x.current.clone()
-        )  # a clone, since leaves do not allow in-place writes
+    if isinstance(x, Leaf):  # a clone, since leaves do not allow in-place writes
+        return None if x.current is None else x.current.clone()
     if isinstance(x, dict):
         return {key: _filled(value) for key, value in x.items()}
     if isinstance(x, tuple | list):
-        return _like(x, [_filled(value) for value in x])
+        return sequence_like(x, [_filled(value) for value in x])
     return x
 
 
@@ -376,7 +369,7 @@ def invalid(
     op: str = _GRADCHECK,
 ) -> GradmeshError:
     """The error about an input, a loss or an argument of a check."""
-    return kind(message(problem, op=op, expected=expected, got=got, remedy=remedy))
+    return kind.of(problem, op=op, expected=expected, got=got, remedy=remedy)
 
 
 Check = tuple[bool, str, object, str, str]

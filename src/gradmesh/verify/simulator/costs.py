@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
     from gradmesh.verify.simulator.trace import Event
@@ -143,14 +143,12 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.latency_us >= 0 and self.gbytes_per_s > 0 and self.call_us >= 0):
-            raise ArgumentError(
-                message(
-                    "invalid link",
-                    op="Link",
-                    expected="latency_us >= 0, call_us >= 0 and gbytes_per_s > 0",
-                    got=repr(self),
-                    remedy="pass e.g. Link(latency_us=10, gbytes_per_s=25); math.inf for unlimited bandwidth",
-                )
+            raise ArgumentError.of(
+                "invalid link",
+                op="Link",
+                expected="latency_us >= 0, call_us >= 0 and gbytes_per_s > 0",
+                got=repr(self),
+                remedy="pass e.g. Link(latency_us=10, gbytes_per_s=25); math.inf for unlimited bandwidth",
             )
 
     def seconds(self, rounds: float, size: float) -> float:
@@ -184,14 +182,12 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
-            raise ArgumentError(
-                message(
-                    "unknown algorithm",
-                    op="CostModel",
-                    expected=", ".join(map(repr, ALGORITHMS)),
-                    got=repr(self.algorithm),
-                    remedy='pass e.g. algorithm="ring"; their formulas are in gradmesh.verify.simulator.costs',
-                )
+            raise ArgumentError.of(
+                "unknown algorithm",
+                op="CostModel",
+                expected=", ".join(map(repr, ALGORITHMS)),
+                got=repr(self.algorithm),
+                remedy='pass e.g. algorithm="ring"; their formulas are in gradmesh.verify.simulator.costs',
             )
 
     def link(self, axis: str) -> Link:
@@ -205,16 +201,14 @@ class CostModel:
         names = [axis] if axis in self.links else axis.split("+")
         missing = [name for name in names if name not in self.links]
         if missing:
-            raise ArgumentError(
-                message(
-                    "the cost model has no link for an axis",
-                    op="CostModel",
-                    axis=axis,
-                    expected=f"one of {', '.join(self.links)}",
-                    got=", ".join(missing),
-                    remedy=f"add the link, e.g. CostModel({{{missing[0]!r}: Link(10, 25), ...}}), or pass simulate a "
-                    "mesh= with the axes of the model",
-                )
+            raise ArgumentError.of(
+                "the cost model has no link for an axis",
+                op="CostModel",
+                axis=axis,
+                expected=f"one of {', '.join(self.links)}",
+                got=", ".join(missing),
+                remedy=f"add the link, e.g. CostModel({{{missing[0]!r}: Link(10, 25), ...}}), or pass simulate a "
+                "mesh= with the axes of the model",
             )
         found = [self.links[name] for name in names]
         return Link(
@@ -263,15 +257,13 @@ class CostModel:
         _, many = ALGORITHMS[self.algorithm](op, size, large, sent_evenly(op, size, large))[-1]
         per_byte = (slow - quick) / (many - few) if many > few else 0.0
         if per_byte <= 0 or not rounds:
-            raise ArgumentError(
-                message(
-                    "cannot fit a link to the measured times",
-                    op="CostModel.fitted",
-                    axis=axis,
-                    expected="times of an op that sends data, longer for the larger size",
-                    got=f"{small:g} bytes in {quick:g} s, {large:g} bytes in {slow:g} s",
-                    remedy="measure sizes that are further apart, e.g. 1e3 and 1e8 bytes",
-                )
+            raise ArgumentError.of(
+                "cannot fit a link to the measured times",
+                op="CostModel.fitted",
+                axis=axis,
+                expected="times of an op that sends data, longer for the larger size",
+                got=f"{small:g} bytes in {quick:g} s, {large:g} bytes in {slow:g} s",
+                remedy="measure sizes that are further apart, e.g. 1e3 and 1e8 bytes",
             )
         fixed = 1e6 * max(0.0, quick - few * per_byte)
         bandwidth = 1e-9 / per_byte

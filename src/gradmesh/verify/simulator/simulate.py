@@ -19,7 +19,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -65,14 +65,12 @@ class Schedule:
         """The rank of the calling thread."""
         rank = self._world.rank_of_thread.get(threading.get_ident())
         if rank is None:
-            raise ArgumentError(
-                message(
-                    "with seed=, a rank may communicate only from its main thread",
-                    op="simulate",
-                    expected="a call from the thread of a rank",
-                    got=f"a call from thread {threading.current_thread().name!r}",
-                    remedy="make the call in the rank's main thread, or simulate without seed=",
-                )
+            raise ArgumentError.of(
+                "with seed=, a rank may communicate only from its main thread",
+                op="simulate",
+                expected="a call from the thread of a rank",
+                got=f"a call from thread {threading.current_thread().name!r}",
+                remedy="make the call in the rank's main thread, or simulate without seed=",
             )
         return rank
 
@@ -143,14 +141,12 @@ class Schedule:
 Kernel = Callable[[list[Contribution]], None]
 
 
+@dataclass
 class _Call:
     """A call: the event of each rank that has made it, and its end."""
 
-    __slots__ = ("end", "events")
-
-    def __init__(self) -> None:
-        self.events: dict[int, Event] = {}
-        self.end: float | None = None
+    events: dict[int, Event] = field(default_factory=dict)
+    end: float | None = None
 
 
 class Watching(Observer):
@@ -406,15 +402,13 @@ class SingleRankObserver(Watching):
 
 
 def _no_peer(group: Group, part: Contribution) -> ArgumentError:
-    return ArgumentError(
-        message(
-            "point-to-point messages are not supported with only=",
-            op="simulate",
-            axis=str(group),
-            expected="collectives, since only one rank runs",
-            got=str(part),
-            remedy="remove only= to simulate every rank, or use the collectives gradmesh.permute and gradmesh.shift",
-        )
+    return ArgumentError.of(
+        "point-to-point messages are not supported with only=",
+        op="simulate",
+        axis=str(group),
+        expected="collectives, since only one rank runs",
+        got=str(part),
+        remedy="remove only= to simulate every rank, or use the collectives gradmesh.permute and gradmesh.shift",
     )
 
 
@@ -629,4 +623,4 @@ def _check_arguments(
 
 
 def _refuse(problem: str, expected: str, got: str, remedy: str) -> NoReturn:
-    raise ArgumentError(message(problem, op="simulate", expected=expected, got=got, remedy=remedy))
+    raise ArgumentError.of(problem, op="simulate", expected=expected, got=got, remedy=remedy)
