@@ -154,8 +154,9 @@ def page(data: dict[str, Any]) -> str:
     parts += ["## What was found", "\n".join(said)] if said else []
     parts.append(
         "Of torchtitan's backends `partial_dtensor` is checked: its default, `spmd_types`, needs a newer torch for FSDP, "
-        "and its context parallelism a GPU. All findings and notes are in [libraries.json](reports/libraries.json). "
-        "Repeat it with `python -m tools.libraries`, some with `--only trl`. A finding as it can be reported: [a contrastive loss](models/clip-loss.md)."
+        "and its context parallelism needs a GPU. All findings and notes are in "
+        "[libraries.json](reports/libraries.json). Repeat it with `python -m tools.libraries`, some with `--only trl`. "
+        "A finding as it can be reported: [a contrastive loss](models/clip-loss.md)."
     )
     return "\n\n".join([*parts, END]) + "\n"
 

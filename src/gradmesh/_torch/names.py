@@ -172,11 +172,9 @@ def refuse(what: str, *paths: str, since: str = _OLDEST) -> NoReturn:
         TorchVersionError: always.
     """
     missing = [path for path in paths if path in gone]
-    raise TorchVersionError(
-        message(
-            f"{what} is not supported by torch {torch.__version__}",
-            expected=f"torch {since} to {_NEWEST}",
-            got="missing private names: " + ", ".join(missing),
-            remedy="install one of these versions, e.g. pip install torch==2.13.*",
-        )
+    raise TorchVersionError.of(
+        f"{what} is not supported by torch {torch.__version__}",
+        expected=f"torch {since} to {_NEWEST}",
+        got="missing private names: " + ", ".join(missing),
+        remedy="install one of these versions, e.g. pip install torch==2.13.*",
     )

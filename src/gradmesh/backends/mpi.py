@@ -57,7 +57,6 @@ from gradmesh.errors import (
     ArgumentError,
     DeadlockError,
     MissingExtraError,
-    message,
 )
 
 __all__ = ["MpiGroup", "create", "launched", "rendezvous"]
@@ -91,22 +90,18 @@ def _mpi() -> Any:
     try:
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        raise MissingExtraError(
-            message(
-                "this process was started by an MPI launcher, and mpi4py is not installed",
-                expected="the package mpi4py, built for the MPI of this system",
-                got=str(error),
-                remedy="pip install 'gradmesh[mpi]', or start the script with torchrun",
-            )
+        raise MissingExtraError.of(
+            "this process was started by an MPI launcher, and mpi4py is not installed",
+            expected="the package mpi4py, built for the MPI of this system",
+            got=str(error),
+            remedy="pip install 'gradmesh[mpi]', or start the script with torchrun",
         ) from error
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ArgumentError(
-            message(
-                "MPI was initialized for one thread",
-                expected="the thread level MPI_THREAD_MULTIPLE",
-                got=f"thread level {MPI.Query_thread()} of {MPI.Get_library_version().splitlines()[0]}",
-                remedy="let mpi4py initialize MPI (mpi4py.rc.thread_level = 'multiple'), with an MPI that has threads",
-            )
+        raise ArgumentError.of(
+            "MPI was initialized for one thread",
+            expected="the thread level MPI_THREAD_MULTIPLE",
+            got=f"thread level {MPI.Query_thread()} of {MPI.Get_library_version().splitlines()[0]}",
+            remedy="let mpi4py initialize MPI (mpi4py.rc.thread_level = 'multiple'), with an MPI that has threads",
         )
     return MPI
 
@@ -154,13 +149,11 @@ def create(options: Any, _backend_options: object) -> MpiGroup:
     world = MPI.COMM_WORLD
     names = list(options.global_ranks_in_group) or list(range(options.group_size))
     if names[options.group_rank] != world.rank or max(names) >= world.size:
-        raise ArgumentError(
-            message(
-                "the ranks of torch.distributed are not those of MPI",
-                expected=f"rank {world.rank} of {world.size}, as in MPI_COMM_WORLD",
-                got=f"rank {names[options.group_rank]} of {max(names) + 1}",
-                remedy="start the script with mpirun or srun and call gradmesh.init() without setting RANK",
-            )
+        raise ArgumentError.of(
+            "the ranks of torch.distributed are not those of MPI",
+            expected=f"rank {world.rank} of {world.size}, as in MPI_COMM_WORLD",
+            got=f"rank {names[options.group_rank]} of {max(names) + 1}",
+            remedy="start the script with mpirun or srun and call gradmesh.init() without setting RANK",
         )
     _begin(world)
     timeout = timeout_of_group(options.timeout)
@@ -178,14 +171,12 @@ def _met(options: Any, timeout: datetime.timedelta) -> None:
         options.store.wait(keys, timeout)
     except RuntimeError as error:
         late = [rank for rank, key in enumerate(keys) if not options.store.check([key])]
-        raise DeadlockError(
-            message(
-                timed_out_text(late, timeout.total_seconds()),
-                op="new_group",
-                axis=f"group '{options.group_id}', rank {options.group_rank} of {options.group_size}",
-                expected="every rank of the group creates it",
-                remedy="check the missing ranks for an exception or an early return",
-            )
+        raise DeadlockError.of(
+            timed_out_text(late, timeout.total_seconds()),
+            op="new_group",
+            axis=f"group '{options.group_id}', rank {options.group_rank} of {options.group_size}",
+            expected="every rank of the group creates it",
+            remedy="check the missing ranks for an exception or an early return",
         ) from error
 
 
@@ -260,15 +251,13 @@ class _MpiWork(OwnWork):
             raise self.error
 
     def _late(self, limit: float) -> DeadlockError:
-        return DeadlockError(
-            message(
-                timed_out_text((), limit),
-                op=self.shown(),
-                axis=self.group.shown(),
-                expected="the same call on every rank of the group",
-                got="MPI does not tell which rank did not make it",
-                remedy="check the other ranks for an exception, an early return or a different collective",
-            )
+        return DeadlockError.of(
+            timed_out_text((), limit),
+            op=self.shown(),
+            axis=self.group.shown(),
+            expected="the same call on every rank of the group",
+            got="MPI does not tell which rank did not make it",
+            remedy="check the other ranks for an exception, an early return or a different collective",
         )
 
     @override
@@ -404,12 +393,12 @@ class MpiGroup(FlatGroup):
         if self.pending():
             self.abort()
         if self._failed is None and not self._mpi.Is_finalized():
-            self._failed = AbortedError(message("the process group was destroyed", axis=self.shown()))
+            self._failed = AbortedError.of("the process group was destroyed", axis=self.shown())
             self._comm.Free()
 
     @override
     def abort(self) -> None:
-        self.fail(DeadlockError(message("the process group was aborted", axis=self.shown())))
+        self.fail(DeadlockError.of("the process group was aborted", axis=self.shown()))
 
     @override
     def _call(self, kind: str, shown: Callable[[], str], *numbers: int) -> None:
@@ -435,14 +424,12 @@ class MpiGroup(FlatGroup):
         if isinstance(self._failed, AbortedError):
             raise self._failed
         if self._failed is not None:
-            raise AbortedError(
-                message(
-                    "an earlier call on this group failed",
-                    op=shown(),
-                    axis=self.shown(),
-                    got=str(self._failed).splitlines()[0],
-                    remedy="end the program, or destroy the process group and create another one",
-                )
+            raise AbortedError.of(
+                "an earlier call on this group failed",
+                op=shown(),
+                axis=self.shown(),
+                got=str(self._failed).splitlines()[0],
+                remedy="end the program, or destroy the process group and create another one",
             )
 
     def _bytes(self, flat: Tensor) -> list[Any]:

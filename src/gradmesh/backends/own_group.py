@@ -411,14 +411,12 @@ class TorchNames(dist.ProcessGroup):
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Gather several tensors: `outputs[rank][number]`, where allgather has `outputs[number][rank]`."""
         if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
-            raise ArgumentError(
-                message(
-                    "all_gather_coalesced requires one list of outputs per rank",
-                    axis=self.shown(),
-                    expected=f"{self.count} lists of {len(inputs)} tensors",
-                    got=f"lists of lengths {[len(of_rank) for of_rank in outputs]}",
-                    remedy="pass one list per rank, each with as many output tensors as there are inputs",
-                )
+            raise ArgumentError.of(
+                "all_gather_coalesced requires one list of outputs per rank",
+                axis=self.shown(),
+                expected=f"{self.count} lists of {len(inputs)} tensors",
+                got=f"lists of lengths {[len(of_rank) for of_rank in outputs]}",
+                remedy="pass one list per rank, each with as many output tensors as there are inputs",
             )
         gathered = [list(of_ranks) for of_ranks in zip(*outputs, strict=True)]
         work: dist.Work = self.allgather(gathered, inputs, opts)
@@ -528,26 +526,22 @@ class PythonGroup(TorchNames):
 
     def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
         if len(tensors) != self.count:
-            raise ArgumentError(
-                message(
-                    f"{call} requires one tensor per rank",
-                    axis=self.shown(),
-                    expected=f"a list of {self.count} tensors",
-                    got=f"{len(tensors)} tensors",
-                    remedy="pass a list with one tensor per rank, e.g. list(x.chunk(dist.get_world_size(group)))",
-                )
+            raise ArgumentError.of(
+                f"{call} requires one tensor per rank",
+                axis=self.shown(),
+                expected=f"a list of {self.count} tensors",
+                got=f"{len(tensors)} tensors",
+                remedy="pass a list with one tensor per rank, e.g. list(x.chunk(dist.get_world_size(group)))",
             )
         return tensors
 
     def _not_one_piece_per_rank(self, whole: torch.Tensor, piece: torch.Tensor) -> ShapeError:
-        return ShapeError(
-            message(
-                "the shape of the full tensor does not match the shape of its parts",
-                axis=self.shown(),
-                expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
-                got=f"shape {list(whole.shape)} for parts of shape {list(piece.shape)}",
-                remedy=f"allocate the full tensor with {self.count} times the rows of a part",
-            )
+        return ShapeError.of(
+            "the shape of the full tensor does not match the shape of its parts",
+            axis=self.shown(),
+            expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
+            got=f"shape {list(whole.shape)} for parts of shape {list(piece.shape)}",
+            remedy=f"allocate the full tensor with {self.count} times the rows of a part",
         )
 
     def _split_sizes(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
@@ -556,15 +550,13 @@ class PythonGroup(TorchNames):
         if not splits and rows >= 0 and rows % self.count == 0:
             splits = [rows // self.count] * self.count
         if len(splits) != self.count or sum(splits) != rows:
-            raise ShapeError(
-                message(
-                    "the split sizes do not add up to the size of dim 0",
-                    op="all_to_all_single",
-                    axis=self.shown(),
-                    expected=f"{self.count} sizes whose sum is {max(rows, 0)}",
-                    got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
-                    remedy="pass one size per rank, e.g. [4, 3] for 7 rows on 2 ranks",
-                )
+            raise ShapeError.of(
+                "the split sizes do not add up to the size of dim 0",
+                op="all_to_all_single",
+                axis=self.shown(),
+                expected=f"{self.count} sizes whose sum is {max(rows, 0)}",
+                got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
+                remedy="pass one size per rank, e.g. [4, 3] for 7 rows on 2 ranks",
             )
         return list(splits)
 
@@ -582,14 +574,12 @@ class PythonGroup(TorchNames):
 
     def _fits(self, what: str, tensor: torch.Tensor, other: torch.Tensor, *, sizes: bool = True) -> None:
         if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
-            raise ShapeError(
-                message(
-                    f"the {what} does not match the input",
-                    axis=self.shown(),
-                    expected=show_tensors([other]),
-                    got=show_tensors([tensor]),
-                    remedy="allocate the output with the input's dtype and number of elements",
-                )
+            raise ShapeError.of(
+                f"the {what} does not match the input",
+                axis=self.shown(),
+                expected=show_tensors([other]),
+                got=show_tensors([tensor]),
+                remedy="allocate the output with the input's dtype and number of elements",
             )
 
 
@@ -959,14 +949,12 @@ def refusal(group: str) -> Callable[[list[str]], Exception]:
     """Returns a function that creates the mismatch error from the descriptions of all ranks."""
 
     def build(words: list[str]) -> Exception:
-        return MismatchError(
-            message(
-                "the ranks made different calls",
-                axis=f"group '{group}'",
-                expected="the same call with matching tensors on every rank",
-                got="\n".join(f"rank {rank}: {text}" for rank, text in enumerate(words)),
-                remedy=DIFFERENT_BRANCH,
-            )
+        return MismatchError.of(
+            "the ranks made different calls",
+            axis=f"group '{group}'",
+            expected="the same call with matching tensors on every rank",
+            got="\n".join(f"rank {rank}: {text}" for rank, text in enumerate(words)),
+            remedy=DIFFERENT_BRANCH,
         )
 
     return build
@@ -974,14 +962,12 @@ def refusal(group: str) -> Callable[[list[str]], Exception]:
 
 def mismatched_message(group: str, sent: str, asked: str) -> MismatchError:
     """The error of a receive whose tensor does not match the message."""
-    return MismatchError(
-        message(
-            "the receiver's tensor does not match the message",
-            axis=group,
-            expected=sent,
-            got=asked,
-            remedy="use tensors of the same dtype and number of elements on both ranks",
-        )
+    return MismatchError.of(
+        "the receiver's tensor does not match the message",
+        axis=group,
+        expected=sent,
+        got=asked,
+        remedy="use tensors of the same dtype and number of elements on both ranks",
     )
 
 
@@ -1028,13 +1014,11 @@ def reduction(opts: Any, backend: str) -> str:
     if name is None:
         name = _names[kind] = kind.name
     if name not in REDUCTIONS:
-        raise ArgumentError(
-            message(
-                f"reduction not supported by the {backend} backend",
-                expected=", ".join(REDUCTIONS),
-                got=name,
-                remedy="multiply the tensor first and use ReduceOp.SUM" if name == "PREMUL_SUM" else None,
-            )
+        raise ArgumentError.of(
+            f"reduction not supported by the {backend} backend",
+            expected=", ".join(REDUCTIONS),
+            got=name,
+            remedy="multiply the tensor first and use ReduceOp.SUM" if name == "PREMUL_SUM" else None,
         )
     return name
 
@@ -1069,14 +1053,12 @@ class Results:
         if plain.is_contiguous() and not plain.is_neg() and not plain.is_conj():
             return plain if plain.dim() == 1 else plain.view(-1)
         if any(size > 1 and stride == 0 for size, stride in zip(plain.shape, plain.stride(), strict=True)):
-            raise ShapeError(
-                message(
-                    "an output tensor is expanded: several of its elements share memory",
-                    axis=self._group.shown(),
-                    expected="a tensor with separate memory for each element",
-                    got=f"shape {list(plain.shape)} with strides {list(plain.stride())}",
-                    remedy="pass out.clone()",
-                )
+            raise ShapeError.of(
+                "an output tensor is expanded: several of its elements share memory",
+                axis=self._group.shown(),
+                expected="a tensor with separate memory for each element",
+                got=f"shape {list(plain.shape)} with strides {list(plain.stride())}",
+                remedy="pass out.clone()",
             )
         dense = _torch.in_plain_mode(partial(_dense_like, plain, keep))
         self._copies.append((plain, dense))
@@ -1117,24 +1099,20 @@ def _dense_like(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
 
 def _on_cpu(tensor: torch.Tensor, group: PythonGroup) -> None:
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_fake(tensor):
-        raise ArgumentError(
-            message(
-                f"the {group.backend} backend supports only dense CPU tensors",
-                axis=group.shown(),
-                expected="a dense CPU tensor with values",
-                got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
-                remedy="for CUDA tensors create a second group: torch.distributed.new_group(backend='nccl')",
-            )
+        raise ArgumentError.of(
+            f"the {group.backend} backend supports only dense CPU tensors",
+            axis=group.shown(),
+            expected="a dense CPU tensor with values",
+            got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
+            remedy="for CUDA tensors create a second group: torch.distributed.new_group(backend='nccl')",
         )
     if tensor.dtype in NEVER_COPIED:
-        raise DTypeError(
-            message(
-                "unsupported dtype: torch implements no copy kernel for it",
-                axis=group.shown(),
-                expected="a dtype that torch copies",
-                got=str(tensor.dtype),
-                remedy="send its bytes, x.view(torch.uint8), and view them back on the other ranks",
-            )
+        raise DTypeError.of(
+            "unsupported dtype: torch implements no copy kernel for it",
+            axis=group.shown(),
+            expected="a dtype that torch copies",
+            got=str(tensor.dtype),
+            remedy="send its bytes, x.view(torch.uint8), and view them back on the other ranks",
         )
 
 
@@ -1148,13 +1126,11 @@ def reducible(flat: torch.Tensor, op: str) -> None:
     try:
         _torch.in_plain_mode(lambda: REDUCTIONS[op](flat[:0], flat[:0]))
     except RuntimeError as error:
-        raise DTypeError(
-            message(
-                f"reduction {op} is not implemented for {flat.dtype}",
-                expected="a dtype for which torch implements the reduction",
-                got=f"{flat.dtype}: {error}",
-                remedy="convert the tensor first, e.g. x.float() for SUM or x.int() for BAND, BOR and BXOR",
-            )
+        raise DTypeError.of(
+            f"reduction {op} is not implemented for {flat.dtype}",
+            expected="a dtype for which torch implements the reduction",
+            got=f"{flat.dtype}: {error}",
+            remedy="convert the tensor first, e.g. x.float() for SUM or x.int() for BAND, BOR and BXOR",
         ) from error
     _reducible.add((flat.dtype, op))
 

@@ -18,7 +18,7 @@ from gradmesh.checker.judging.context import Context
 from gradmesh.checker.lines import Line, lines_of
 from gradmesh.checker.report import counted, sarif, show, show_redistributions
 from gradmesh.checker.run import Target, check_script
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 __all__ = ["FOUND", "NOT_RUN", "check_command"]
 
@@ -138,17 +138,13 @@ def _target(arguments: Sequence[str], module: str | None) -> Target:
     if module:
         return Target(module, True, tuple(arguments))
     if not arguments:
-        raise ArgumentError(
-            message("no script given", op="check", remedy="pass a script or -m MODULE; see --help")
-        )
+        raise ArgumentError.of("no script given", op="check", remedy="pass a script or -m MODULE; see --help")
     script = arguments[0]
     if not Path(script).is_file():
-        raise ArgumentError(
-            message(
-                f"{script!r} is not a file",
-                op="check",
-                expected="a Python script",
-                remedy="pass a script's path, or -m MODULE; put the script's own arguments after --",
-            )
+        raise ArgumentError.of(
+            f"{script!r} is not a file",
+            op="check",
+            expected="a Python script",
+            remedy="pass a script's path, or -m MODULE; put the script's own arguments after --",
         )
     return Target(script, False, tuple(arguments[1:]))

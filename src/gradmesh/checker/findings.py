@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 Severity = Literal["error", "warning"]
 """An error is a wrong number, or no answer; a warning is what goes wrong in some uses and is meant in others."""
@@ -662,14 +662,12 @@ def read(path: Path) -> tuple[Known, ...]:
             raise ValueError(f"version {data['version']}")
         return tuple(Known(**each) for each in data["findings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(
-            message(
-                f"{path} is not a readable baseline",
-                op="check",
-                expected=f"a file of --write-baseline, version {_VERSION}",
-                got=f"{type(error).__name__}: {error}",
-                remedy=f"write it with --write-baseline {path}",
-            )
+        raise ArgumentError.of(
+            f"{path} is not a readable baseline",
+            op="check",
+            expected=f"a file of --write-baseline, version {_VERSION}",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"write it with --write-baseline {path}",
         ) from error
 
 

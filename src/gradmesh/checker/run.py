@@ -32,7 +32,7 @@ from gradmesh.checker.judging.values import (
 )
 from gradmesh.checker.report import counted
 from gradmesh.checker.trace import Recording, Tape
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 from gradmesh.launch.process_ranks import held_port
 
 __all__ = ["Target", "check_script", "processor_time", "recorded"]
@@ -95,14 +95,12 @@ def check_script(
         TorchVersionError: torch before 2.10.
     """
     if not target.module and not Path(target.path_or_module).is_file():
-        raise ArgumentError(
-            message(
-                "the script does not exist",
-                op="check",
-                expected="a Python file, or -m and a module",
-                got=target.path_or_module,
-                remedy="pass the path of a Python file",
-            )
+        raise ArgumentError.of(
+            "the script does not exist",
+            op="check",
+            expected="a Python file, or -m and a module",
+            got=target.path_or_module,
+            remedy="pass the path of a Python file",
         )
     refuse_without_reductions()
     seconds = {"checked": 0.0, "judged": 0.0}

@@ -48,7 +48,7 @@ import torch.distributed as dist
 
 from gradmesh._util.call_sites import install_excepthook
 from gradmesh.backends import threads
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
     from gradmesh.launch.outcomes import Outcome
@@ -253,6 +253,6 @@ class Ranks:
 
 
 def _argument_error(name: str, expected: str, got: object, remedy: str) -> ArgumentError:
-    return ArgumentError(
-        message(f"invalid {name}", op="launch", expected=expected, got=f"{name}={got!r}", remedy=remedy)
+    return ArgumentError.of(
+        f"invalid {name}", op="launch", expected=expected, got=f"{name}={got!r}", remedy=remedy
     )

@@ -28,7 +28,7 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradmesh.errors import ArgumentError, MissingExtraError, message
+from gradmesh.errors import ArgumentError, MissingExtraError
 
 _BY_KEY = {"globals", "vars", "__globals__", "f_globals"}
 """Names in code that may access a global by key."""
@@ -87,14 +87,12 @@ def dumps_by_value(
     try:
         import cloudpickle
     except ImportError:
-        raise MissingExtraError(
-            message(
-                "the function or its arguments cannot be imported by name in another process",
-                op="launch",
-                got=reason,
-                remedy="run pip install 'gradmesh[notebook]'; or define the function at the top level of the script\n"
-                'and call launch under if __name__ == "__main__":, or move it to a module that ranks can import',
-            )
+        raise MissingExtraError.of(
+            "the function or its arguments cannot be imported by name in another process",
+            op="launch",
+            got=reason,
+            remedy="run pip install 'gradmesh[notebook]'; or define the function at the top level of the script\n"
+            'and call launch under if __name__ == "__main__":, or move it to a module that ranks can import',
         ) from None
     registered = []
     origin = Origin()
@@ -120,13 +118,11 @@ def dumps_by_value(
     try:
         Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
     except Exception as error:
-        raise ArgumentError(
-            message(
-                "the function or its arguments cannot be pickled for another process",
-                op="launch",
-                got=str(error),
-                remedy="create such objects inside the function, or use backend='threads'",
-            )
+        raise ArgumentError.of(
+            "the function or its arguments cannot be pickled for another process",
+            op="launch",
+            got=str(error),
+            remedy="create such objects inside the function, or use backend='threads'",
         ) from error
     finally:
         for module in registered:

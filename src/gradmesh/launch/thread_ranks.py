@@ -17,7 +17,7 @@ from gradmesh import _torch
 from gradmesh._util.call_sites import stack_of, stack_text
 from gradmesh.backends import threads
 from gradmesh.backends.threads.rendezvous import World
-from gradmesh.errors import AbortedError, message
+from gradmesh.errors import AbortedError
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.launch.output import (
     flush_incomplete_lines,
@@ -82,7 +82,7 @@ class ThreadRanks:
     def kill(self) -> None:
         """Stop the threads by an exception; not possible inside C code."""
         self.alive = False
-        self._world.stop(lambda: AbortedError(message("the launch was stopped")))
+        self._world.stop(lambda: AbortedError.of("the launch was stopped"))
         self._end_threads()
 
     def _join_world(self, rank: int) -> Callable[[], None]:

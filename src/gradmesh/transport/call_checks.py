@@ -513,15 +513,13 @@ class OpCallCheck(CallCheck):
 
     def _refuse(self, problem: str, *, expected: str, got: str, remedy: str) -> NoReturn:
         """Raise the error for the ranks' flags; it is the same on every rank but for this rank's call."""
-        raise MismatchError(
-            message(
-                problem,
-                op=self._signature.verb,
-                axis=self._signature.axis,
-                expected=expected,
-                got=f"{got}\nin {self.said()}",
-                remedy=remedy,
-            )
+        raise MismatchError.of(
+            problem,
+            op=self._signature.verb,
+            axis=self._signature.axis,
+            expected=expected,
+            got=f"{got}\nin {self.said()}",
+            remedy=remedy,
         )
 
     def said(self) -> str:
@@ -589,15 +587,13 @@ class OpCallCheck(CallCheck):
             )
         else:
             expected, remedy = _SAME_OPERANDS, _remedy(words)
-        return MismatchError(
-            message(
-                "the ranks' calls do not match",
-                op=self._signature.verb,
-                axis=self._signature.axis,
-                expected=expected,
-                got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
-                remedy=remedy,
-            )
+        return MismatchError.of(
+            "the ranks' calls do not match",
+            op=self._signature.verb,
+            axis=self._signature.axis,
+            expected=expected,
+            got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
+            remedy=remedy,
         )
 
 
@@ -637,15 +633,13 @@ class MessageCheck(OpCallCheck):
             )
         else:
             remedy = "fix the error reported above"
-        return MismatchError(
-            message(
-                "the messages of two ranks do not match",
-                op=self.verb,
-                axis=self._signature.axis,
-                expected="where one rank sends, the other one receives, with the same shape and dtype",
-                got="\n".join(f"rank {rank}: {said}" for rank, said in zip(self._ends, words, strict=True)),
-                remedy=remedy,
-            )
+        return MismatchError.of(
+            "the messages of two ranks do not match",
+            op=self.verb,
+            axis=self._signature.axis,
+            expected="where one rank sends, the other one receives, with the same shape and dtype",
+            got="\n".join(f"rank {rank}: {said}" for rank, said in zip(self._ends, words, strict=True)),
+            remedy=remedy,
         )
 
 
@@ -922,20 +916,18 @@ class ValueCheck(OpCallCheck):
             "if the ranks use the result differently, pass dst=gm.R, whose backward sums the ranks' gradients; if they "
             "repeat the same work, find what makes it differ (data, dropout, the order of a sum)"
         )
-        return MismatchError(
-            message(
-                problem,
-                op=self._signature.verb,
-                axis=self._signature.axis,
-                expected="bitwise equal values on every rank",
-                got="\n".join(
-                    f"rank {rank}: checksum {_CHECKSUM.read(other)}" for rank, other in enumerate(peer_flags)
-                )
-                + f"\nin {self.said()}",
-                remedy=remedy
-                if self._backward
-                else "pass the same values on every rank (seed them alike, or gm.broadcast them from rank 0)",
+        return MismatchError.of(
+            problem,
+            op=self._signature.verb,
+            axis=self._signature.axis,
+            expected="bitwise equal values on every rank",
+            got="\n".join(
+                f"rank {rank}: checksum {_CHECKSUM.read(other)}" for rank, other in enumerate(peer_flags)
             )
+            + f"\nin {self.said()}",
+            remedy=remedy
+            if self._backward
+            else "pass the same values on every rank (seed them alike, or gm.broadcast them from rank 0)",
         )
 
     def _warn(self, problem: str, remedy: str) -> None:

@@ -229,14 +229,12 @@ class CommThread:
         if self._own is None:
             group = self._of()
             if group is None:
-                raise NotInitializedError(
-                    message(
-                        "the process group was destroyed while async collectives were pending",
-                        op="async_op",
-                        expected="a process group that exists until wait() has returned",
-                        got=f"no group for axis {self._name!r}",
-                        remedy="call wait() on each pending collective before destroy_process_group()",
-                    )
+                raise NotInitializedError.of(
+                    "the process group was destroyed while async collectives were pending",
+                    op="async_op",
+                    expected="a process group that exists until wait() has returned",
+                    got=f"no group for axis {self._name!r}",
+                    remedy="call wait() on each pending collective before destroy_process_group()",
                 )
             self._own = Axis(self._name, self._rank, self._size, _torch.duplicate_group(group, "async"))
             rank_state().get_or_create(_DuplicateGroups).add(group, self._own.group)

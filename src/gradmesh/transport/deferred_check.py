@@ -653,16 +653,14 @@ class Checker:
             self._refused = self._raised = bool(check.refused)  # it has raised the reason
         else:
             axis = self.logs.get(said.get("axis", ""))
-            error = DeadlockError(
-                message(
-                    said.get("hang", "ranks that this one needs have ended, since their calls do not match"),
-                    axis=None if axis is None else axis.axis,
-                    expected="every rank of an axis makes the same calls, in the same order",
-                    got="\n".join(said["lines"] if "lines" in said else said["words"]),
-                    remedy=_SEND_REMEDY
-                    if "hang" in said and any(" send(to=" in line for line in said["words"])
-                    else _HANG_REMEDY,
-                )
+            error = DeadlockError.of(
+                said.get("hang", "ranks that this one needs have ended, since their calls do not match"),
+                axis=None if axis is None else axis.axis,
+                expected="every rank of an axis makes the same calls, in the same order",
+                got="\n".join(said["lines"] if "lines" in said else said["words"]),
+                remedy=_SEND_REMEDY
+                if "hang" in said and any(" send(to=" in line for line in said["words"])
+                else _HANG_REMEDY,
             )
         with self._changed:
             if said["own"]:

@@ -32,7 +32,7 @@ from gradmesh.backends.own_group import timeout_of_group
 from gradmesh.backends.shm import shared_memory
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.shm.shared_memory import Segment, run
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 __all__ = ["available", "create", "default", "run"]
 
@@ -50,13 +50,11 @@ def default() -> str:
 def create(options: Any, _backend_options: object) -> ShmGroup:
     """A group; torch.distributed calls this."""
     if not available():
-        raise ArgumentError(
-            message(
-                "the shm backend does not support this system",
-                expected="Linux on x86-64, aarch64, riscv64 or ppc64le",
-                got=f"{platform.system()} on {platform.machine()}",
-                remedy="use backend='gloo'",
-            )
+        raise ArgumentError.of(
+            "the shm backend does not support this system",
+            expected="Linux on x86-64, aarch64, riscv64 or ppc64le",
+            got=f"{platform.system()} on {platform.machine()}",
+            remedy="use backend='gloo'",
         )
     timeout = timeout_of_group(options.timeout)
     names = list(options.global_ranks_in_group) or list(range(options.group_size))

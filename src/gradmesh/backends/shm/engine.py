@@ -479,14 +479,12 @@ def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> D
     peers = segment.peers
     segment.blame = needs[0]
     names = ", ".join(peers.name(rank) for rank in needs).rstrip(",")
-    return DeadlockError(
-        message(
-            timed_out_text([peers.names[rank] for rank in needs], seconds),
-            axis=peers.shown,
-            expected=f"the same call on rank {names}",
-            got=call,
-            remedy=f"check what that rank does instead: {SAME_CALLS}; or set a longer timeout for the group",
-        )
+    return DeadlockError.of(
+        timed_out_text([peers.names[rank] for rank in needs], seconds),
+        axis=peers.shown,
+        expected=f"the same call on rank {names}",
+        got=call,
+        remedy=f"check what that rank does instead: {SAME_CALLS}; or set a longer timeout for the group",
     )
 
 

@@ -327,14 +327,12 @@ class Peers:
 
     def returned(self, rank: int, call: str) -> DeadlockError:
         """The error for a rank whose function has returned."""
-        return DeadlockError(
-            message(
-                f"rank {self.name(rank)} has returned, and the others wait for it",
-                axis=self.shown,
-                expected="the same call on that rank before its function returns",
-                got=call,
-                remedy=RETURNED_REMEDY,
-            )
+        return DeadlockError.of(
+            f"rank {self.name(rank)} has returned, and the others wait for it",
+            axis=self.shown,
+            expected="the same call on that rank before its function returns",
+            got=call,
+            remedy=RETURNED_REMEDY,
         )
 
     def name(self, rank: int) -> str:
@@ -416,14 +414,12 @@ def _entries(store: Any, life: str, peers: Peers, timeout: float) -> list[dict[s
         store.wait(keys, datetime.timedelta(seconds=timeout))
     except RuntimeError as error:  # torch's DistStoreError is one
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise DeadlockError(
-            message(
-                f"rank {', '.join(map(str, late))} did not create the group within {timeout:g} s",
-                axis=peers.shown,
-                expected="the same init_process_group or new_group call on every rank of the group",
-                remedy="check whether that rank failed earlier, or pass a longer timeout to the call that creates the "
-                "group, e.g. timeout=timedelta(minutes=10)",
-            )
+        raise DeadlockError.of(
+            f"rank {', '.join(map(str, late))} did not create the group within {timeout:g} s",
+            axis=peers.shown,
+            expected="the same init_process_group or new_group call on every rank of the group",
+            remedy="check whether that rank failed earlier, or pass a longer timeout to the call that creates the "
+            "group, e.g. timeout=timedelta(minutes=10)",
         ) from error
     return [_parsed(rank, store.get(key), peers) for rank, key in enumerate(keys)]
 
@@ -450,14 +446,12 @@ def _enough_memory(peers: Peers, chunk: int) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        raise NotInitializedError(
-            message(
-                f"not enough shared memory for the group: {error}",
-                axis=peers.shown,
-                expected=f"{segment_bytes(peers.size, chunk) / 2**20:.0f} MiB of shared memory",
-                remedy="free memory, raise the process's limits (see `ulimit -a`), set GRADMESH_SHM_CHUNK=65536, or "
-                "use backend='gloo'",
-            )
+        raise NotInitializedError.of(
+            f"not enough shared memory for the group: {error}",
+            axis=peers.shown,
+            expected=f"{segment_bytes(peers.size, chunk) / 2**20:.0f} MiB of shared memory",
+            remedy="free memory, raise the process's limits (see `ulimit -a`), set GRADMESH_SHM_CHUNK=65536, or "
+            "use backend='gloo'",
         ) from error
 
 
@@ -501,14 +495,12 @@ def _on_one_host(entries: Sequence[dict[str, Any]], peers: Peers) -> None:
             f"rank {rank}: {host} (boot {boot[:8]}, {space})"
             for rank, (host, boot, space) in enumerate(hosts)
         )
-        raise ArgumentError(
-            message(
-                "the shm backend requires all ranks on one host",
-                axis=f"group '{peers.group}' of {peers.size} ranks",
-                expected="ranks on the same host and in the same container",
-                got=where,
-                remedy="use backend='gloo' across hosts, or 'nccl' for CUDA tensors",
-            )
+        raise ArgumentError.of(
+            "the shm backend requires all ranks on one host",
+            axis=f"group '{peers.group}' of {peers.size} ranks",
+            expected="ranks on the same host and in the same container",
+            got=where,
+            remedy="use backend='gloo' across hosts, or 'nccl' for CUDA tensors",
         )
 
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from gradmesh import _torch
 from gradmesh.backends.own_group import timeout_of_group
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
     from gradmesh.backends.threads.group import ThreadsGroup
@@ -110,13 +110,11 @@ def register() -> None:
 def _create(options: Any, _backend_options: object) -> ThreadsGroup:
     seat: _Seat | None = getattr(here, "seat", None)
     if seat is None:
-        raise ArgumentError(
-            message(
-                "the threads backend can only be used in thread ranks",
-                expected="a thread that was started by gradmesh.launch",
-                got=f"thread {threading.current_thread().name!r}",
-                remedy="run the function with gradmesh.launch(fn, nprocs, backend='threads')",
-            )
+        raise ArgumentError.of(
+            "the threads backend can only be used in thread ranks",
+            expected="a thread that was started by gradmesh.launch",
+            got=f"thread {threading.current_thread().name!r}",
+            remedy="run the function with gradmesh.launch(fn, nprocs, backend='threads')",
         )
     # The modules of the backend are loaded with the first group.
     from gradmesh.backends.threads.group import ThreadsGroup

@@ -162,12 +162,10 @@ class World:
     def deadlock(self, problem: str) -> DeadlockError:
         """Create the error that lists the state of every rank. The caller holds the lock."""
         lines = _folded([self._doing(rank) for rank in range(self.size)])
-        return DeadlockError(
-            message(
-                problem,
-                got="\n".join(lines),
-                remedy=RETURNED_REMEDY if self.ended else f"make sure that {SAME_CALLS}",
-            )
+        return DeadlockError.of(
+            problem,
+            got="\n".join(lines),
+            remedy=RETURNED_REMEDY if self.ended else f"make sure that {SAME_CALLS}",
         )
 
     def _doing(self, rank: int) -> str:
@@ -445,14 +443,12 @@ class Rendezvous(Waitable):
 
     def _mismatch(self, problem: str) -> MismatchError:
         got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]
-        return MismatchError(
-            message(
-                problem,
-                axis=f"{self.group}, its call {self.number + 1}",
-                expected="the same call with matching tensors on every rank",
-                got="\n".join(got),
-                remedy=DIFFERENT_BRANCH,
-            )
+        return MismatchError.of(
+            problem,
+            axis=f"{self.group}, its call {self.number + 1}",
+            expected="the same call with matching tensors on every rank",
+            got="\n".join(got),
+            remedy=DIFFERENT_BRANCH,
         )
 
 
