@@ -153,7 +153,7 @@ def page(data: dict[str, Any]) -> str:
     said = [line for row in rows for line in _details(row)]
     parts += ["## What was found", "\n".join(said)] if said else []
     parts.append(
-        "Of torchtitan's backends `partial_dtensor` is checked: its default, `spmd_types`, needs a newer torch for FSDP, "
+        "Of torchtitan's backends `partial_dtensor` is checked: its default, `spmd_types`, needs a newer torch, "
         "and its context parallelism needs a GPU. All findings and notes are in "
         "[libraries.json](reports/libraries.json). Repeat it with `python -m tools.libraries`, some with `--only trl`. "
         "A finding as it can be reported: [a contrastive loss](models/clip-loss.md)."

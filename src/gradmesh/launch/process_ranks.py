@@ -405,7 +405,6 @@ def start(
     ends: Mapping[int, _Ends], reports: Sequence[int], backend: str, timeout: float | None, store: str
 ) -> None:
     """Fork the ranks, and report their pids and the exit codes of those that have ended; or become the only rank."""
-    gc.freeze()  # a rank that ends would copy all memory to collect it
     pids: dict[int, int] = {}
     opened = {fd for own in ends.values() for fd in own}
     for rank, own in ends.items():
@@ -413,6 +412,7 @@ def start(
         if not pid:
             _become(rank, own, opened.union(reports))
             main(own[0], backend, timeout, store)
+            gc.freeze()  # the last collection would copy all memory that ranks share
             return
         pids[rank] = pid
     for fd in opened:
