@@ -115,7 +115,7 @@ def _signal(pools: Pools, key: tuple[int, str], number: signal.Signals) -> None:
     pool = pools._pools.get(key)
     for rank, template in enumerate(getattr(pool and pool._ranks, "_templates", ())):
         if template.exit_code(rank) is None:
-            os.kill(template.pids[rank], number)
+            template.kill(rank, number)
 
 
 @pytest.fixture(autouse=True)

@@ -284,6 +284,26 @@ def test_redistributions_of_dtensors_are_listed_where_the_program_does_not_ask_f
     assert ("aten.mm" in done.stdout) is not asked, done
 
 
+UNSEEDED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_that_seed_nothing_draw_other_numbers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNSEEDED)
+    verdict = run.check_script(run.Target(str(script)), ranks=2)
+    assert not verdict.findings
+    assert verdict.followed == 2
+
+
 SECOND_STEP = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -65,6 +65,7 @@ from gradmesh.checker.trace import (
     values_after,
 )
 from gradmesh.checker.verbs import Verbs
+from gradmesh.launch.process_ranks import seed_anew
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.base import Op as LibraryOp
 from gradmesh.runtime.state import installed
@@ -810,6 +811,7 @@ def run_rank(
         TORCHELASTIC_RUN_ID="gradmesh-check",
     )
     torch.set_num_threads(1)
+    seed_anew()
     tape, modules = Tape(rank, size), Modules()
     recorder = Recorder(tape, modules, Path(folder) / f"{rank}.calls")
     start = time.perf_counter()

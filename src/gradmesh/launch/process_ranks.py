@@ -127,7 +127,7 @@ class _Template:
 
     def __init__(self, process: subprocess.Popen[bytes], reports: Connection[Any, Any] | None) -> None:
         self._process, self._reports = process, reports
-        self.pids: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
 
     def exit_code(self, rank: int, timeout: float | None = 0.0) -> int | None:
@@ -137,7 +137,7 @@ class _Template:
             if not self._reports.poll(None if timeout is None else max(0.0, end - time.monotonic())):
                 return None
             try:
-                self.pids, self._codes = self._reports.recv()
+                self._pids, self._codes = self._reports.recv()
             except (EOFError, OSError):  # it was killed: its ranks end with their connections
                 return self._process.wait()
         if self._reports is not None:
@@ -146,11 +146,11 @@ class _Template:
             return self._process.wait(timeout)
         return None
 
-    def kill(self, rank: int) -> None:
-        """Kill the process group of a rank, which may outlive it; the template if it has not forked yet."""
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the process group of a rank, which may outlive it; to the template before it forks."""
         self.exit_code(rank)
         with contextlib.suppress(OSError):
-            os.killpg(self.pids.get(rank, self._process.pid), signal.SIGKILL)
+            os.killpg(self._pids.get(rank, self._process.pid), number)
 
     def close(self) -> None:
         """Let the process end."""
@@ -450,7 +450,13 @@ def _become(rank: int, own: _Ends, opened: Iterable[int]) -> None:
         os.dup2(end, standard)
     for fd in set(opened) - {own[0]}:
         os.close(fd)
-    if "numpy.random" in sys.modules:  # Python seeds its own generator anew
+    seed_anew()
+
+
+def seed_anew() -> None:
+    """Seed the generators of a forked process, as those of a new interpreter are; Python's is already."""
+    torch.seed()
+    if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
 
 
