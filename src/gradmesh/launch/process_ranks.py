@@ -16,11 +16,11 @@ thread while that is busy.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import gc
 import io
 import itertools
 import math
@@ -38,7 +38,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -260,10 +260,10 @@ class ProcessRanks:
                 ends[rank] = (theirs.enter_context(rank_end).fileno(), out_end, err_end)
                 theirs.callback(os.close, out_end)
                 theirs.callback(os.close, err_end)
-            reports, told = Pipe() if len(ranks) > 1 else (None, None)
-            if told is not None:
-                theirs.enter_context(told)
-            last = [] if told is None else [told.fileno()]
+            reports, their_end = Pipe() if len(ranks) > 1 else (None, None)
+            if their_end is not None:
+                theirs.enter_context(their_end)
+            last = [] if their_end is None else [their_end.fileno()]
             # Set sys.path before any import. multiprocessing is not used, because it would run __main__ again.
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.process_ranks import start; "
@@ -403,7 +403,7 @@ class _Parent:
 
 def start(
     ends: Mapping[int, _Ends], reports: Sequence[int], backend: str, timeout: float | None, store: str
-) -> None:
+) -> NoReturn:
     """Fork the ranks, and report their pids and the exit codes of those that have ended; or become the only rank."""
     pids: dict[int, int] = {}
     opened = {fd for own in ends.values() for fd in own}
@@ -412,8 +412,11 @@ def start(
         if not pid:
             _become(rank, own, opened.union(reports))
             main(own[0], backend, timeout, store)
-            gc.freeze()  # the last collection would copy all memory that ranks share
-            return
+            # As multiprocessing does: the teardown of modules takes long, and copies the memory that ranks share.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            _flush()
+            os._exit(0)
         pids[rank] = pid
     for fd in opened:
         os.close(fd)
@@ -439,6 +442,7 @@ def start(
     for pid in pids.values():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def _become(rank: int, own: _Ends, opened: Iterable[int]) -> None:
