@@ -304,6 +304,31 @@ def test_ranks_that_seed_nothing_draw_other_numbers(tmp_path: Path) -> None:
     assert verdict.followed == 2
 
 
+MANY_TERMS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range(2):
+    optimizer.zero_grad()
+    sum((model(torch.randn(2, 4)).square().mean() for _ in range(1200)), torch.zeros(())).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_loss_of_more_terms_than_python_nests_calls_is_followed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MANY_TERMS)
+    verdict = run.check_script(run.Target(str(script)), ranks=2)
+    assert not verdict.findings
+    assert verdict.followed == 2, verdict.notes
+
+
 SECOND_STEP = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -1,12 +1,13 @@
 """Torch's own tests for backends, on a backend of gradmesh in the place of Gloo or MPI.
 
-    python tools/torch_suite.py --backend shm            # in the place of gloo, and then in the place of mpi
-    python tools/torch_suite.py --backend shm --as gloo -k monitored_barrier
+    python -m tools.torch_suite --backend shm            # in the place of gloo, and then in the place of mpi
+    python -m tools.torch_suite --backend shm --as gloo -k monitored_barrier
 
 The tests are those that torch's wheel brings in `torch.testing._internal.distributed.distributed_test`; they need the
-package `expecttest`, which the `dev` extra has. Three ranks run them: processes that are forked, or threads for the
-`threads` backend. As `gloo`, the tests run on Gloo too, and what Gloo fails or skips here is not asked of the backend.
-No wheel of torch has MPI; as `mpi`, every test counts that torch does not skip.
+package `expecttest`, which the `dev` extra has. Three ranks run them: processes that are forked, threads for the
+`threads` backend, or processes that mpiexec starts for each test of `mpi4py`. As `gloo`, the tests run on Gloo too, and
+what Gloo fails or skips here is not asked of the backend. No wheel of torch has MPI; as `mpi`, every test counts that
+torch does not skip.
 
 What is relied on besides public names: `distributed_test` reads BACKEND and WORLD_SIZE from the environment when it is
 imported, asks `TestDistBackend._run` to start a rank and `_barrier` to meet the others; `distributed_c10d` makes every
@@ -21,6 +22,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -36,12 +38,16 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from gradmesh.backends.own_group import OwnGroup
+from benchmarks.speed import mpi
+from gradmesh.backends.own_group import PythonGroup
 
 torch_distributed: Any = dist
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
 RANKS = 3
+_ON_RANK = "GRADMESH_TORCH_SUITE_RANK"
+"""Set where this is the main program of a rank of MPI: what torch takes the backend for, the test, and a file."""
+
 _LIMIT = 60
 """Seconds that a test may take."""
 
@@ -51,6 +57,7 @@ _TAIL = 8000
 _DRAWS = "expects the same random numbers on every rank; threads share torch's default generator"
 SKIPPED: Mapping[str, Mapping[str, str]] = {
     "shm": {},
+    "mpi4py": {},
     "threads": {
         "test_DistributedDataParallelCPU.*": "trains a model that is a global of its module; threads share it",
         "test_accumulate_gradients_no_sync.*": _DRAWS,
@@ -127,6 +134,7 @@ class _Side:
     """Which backend this process tries."""
 
     backend: str
+    name: str
     case: type[Any]
     folder: tempfile.TemporaryDirectory[str]
     said: IO[str]
@@ -145,6 +153,12 @@ def _begin(backend: str, name: str) -> None:
     _Side.said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - for as long as the process runs
     os.dup2(_Side.said.fileno(), 1)
     os.dup2(_Side.said.fileno(), 2)
+    _define(backend, name)
+    _Side.case.setUpClass()
+
+
+def _define(backend: str, name: str) -> None:
+    """Make the class of the tests."""
     if backend != name:
         _stand_in(backend, name)
     # Imported now, as it reads the environment.
@@ -161,10 +175,10 @@ def _begin(backend: str, name: str) -> None:
     class Case(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
-            self._start_processes(multiprocessing.get_context("fork").Process)
+            if backend != "mpi4py":
+                self._start_processes(multiprocessing.get_context("fork").Process)
 
-    _Side.backend, _Side.case = backend, Case
-    Case.setUpClass()
+    _Side.backend, _Side.name, _Side.case = backend, name, Case
 
 
 def _tests() -> list[str]:
@@ -184,6 +198,8 @@ def _run_one(test: str) -> Outcome:
     with _true_name(test):
         if _Side.backend == "threads":
             return _on_threads(test)
+        if _Side.backend == "mpi4py":
+            return _over_mpi(test)
         _Side.case(test).run(result)
     for _, why in result.errors + result.failures:
         _Side.said.seek(0)
@@ -227,6 +243,51 @@ def _on_threads(test: str) -> Outcome:
         return Outcome("fail", str(error))
 
 
+def _over_mpi(test: str) -> Outcome:
+    """Run a test on ranks that mpiexec starts."""
+    case = _Side.case(test)
+    case.setUp()  # what ranks meet by, in a folder whose name they inherit
+    command = [str(mpi.launcher()), "-n", str(RANKS), sys.executable, __file__]
+    environment = {**os.environ, _ON_RANK: f"{_Side.name} {test} {_Side.folder.name}/{test}"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return Outcome("fail", f"not over after {_LIMIT} s: {str(error.stdout)[-_TAIL:]}")
+    skips: dict[int, str] = {each.exit_code: each.message for each in _skips().values()}
+    codes = [int(code) for code in re.findall(r"rank \d ends with (\d+)", done.stdout)]
+    reason = next((skips[code] for code in codes if code in skips), None)
+    if reason is not None:
+        return Outcome("skip", reason)
+    if codes == [0] * RANKS and not done.returncode:
+        return Outcome("pass")
+    return Outcome("fail", f"{codes}\n{done.stdout[-_TAIL:]}\n{done.stderr[-_TAIL:]}")
+
+
+def _skips() -> Any:
+    return importlib.import_module("torch.testing._internal.common_distributed").TEST_SKIPS
+
+
+def _rank_over_mpi() -> None:
+    """The main program of such a rank."""
+    name, test, init = os.environ[_ON_RANK].split()
+    rank = importlib.import_module("mpi4py.MPI").COMM_WORLD.rank
+    os.environ["INIT_METHOD"] = f"file://{init}"
+    _define("mpi4py", name)
+    ours, theirs = multiprocessing.Pipe()
+    try:
+        with _true_name(test):
+            _Side.case._run(rank, test, init, theirs)
+    except SystemExit as end:
+        while ours.poll():
+            try:
+                print(ours.recv())
+            except EOFError:
+                break
+        print(f"rank {rank} ends with {end.code}", flush=True)
+
+
 def _stand_in(ours: str, name: str) -> None:
     """Have torch.distributed make groups of ours where `name` is asked for, and know them by that name."""
     make, init = c10d._new_process_group_helper, c10d.init_process_group
@@ -234,7 +295,7 @@ def _stand_in(ours: str, name: str) -> None:
     def helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         meant = backend in (ours, name)
         group, store = make(size, rank, ranks, dist.Backend(ours) if meant else backend, *args, **kwargs)
-        if meant and isinstance(group, OwnGroup):
+        if meant and isinstance(group, PythonGroup):
             c10d._world.pg_map[group] = (dist.Backend(name), store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(name)))
         return group, store
@@ -277,4 +338,7 @@ def _tell(backend: str, name: str) -> Callable[[str], None]:
 
 
 if __name__ == "__main__":
-    main()
+    if _ON_RANK in os.environ:
+        _rank_over_mpi()
+    else:
+        main()
