@@ -253,6 +253,9 @@ def watched(
             hook.remove()
 
 
+_OF_CUSTOM_OP = "GeneratedBackwardFor_"
+"""What torch.library calls the Function of an operator with a backward."""
+
 _SUMMING_HOOKS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
@@ -303,7 +306,9 @@ class _Watcher:
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
             to.see_parts(args, {})
             op = getattr(args[0], "op", args[0]) if args else None
-            label = f"gm.{op.verb}" if isinstance(op, LibraryOp) else cls.__qualname__
+            label = (
+                f"gm.{op.verb}" if isinstance(op, LibraryOp) else cls.__qualname__.removeprefix(_OF_CUSTOM_OP)
+            )
             call = Called(number, label, to.site(), [], [], begin, ours=name.startswith(_OURS))
             call.invariant = isinstance(op, LinearOp) and op.dst is Type.I
             self._tape.calls[number] = call
