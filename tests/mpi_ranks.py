@@ -313,6 +313,25 @@ def late() -> None:
     sys.exit(3)  # which ends the other rank too
 
 
+def long_messages() -> None:
+    """A long exchange is not slowed down by the pauses of those that wait for it: it moves at each poll."""
+    x, y = torch.ones(2**20 * dist.get_world_size()), torch.empty(2**20)
+
+    def fastest(call: Any) -> float:
+        times = []
+        for _ in range(5):
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    gathered = fastest(lambda: dist.all_gather_into_tensor(x, y))
+    scattered = fastest(lambda: dist.reduce_scatter_tensor(y, x))
+    exchanged = fastest(lambda: dist.all_to_all_single(torch.empty_like(x), x))
+    assert max(scattered, exchanged) < 60 * gathered, (gathered, scattered, exchanged)
+
+
 def uncaught() -> None:
     """An error on one rank ends the others, which wait for it."""
     if dist.get_rank() == 0:

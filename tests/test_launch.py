@@ -372,6 +372,34 @@ def test_ranks_are_forked_from_one_process_and_draw_other_numbers(monkeypatch: p
 
 
 @pytest.mark.processes
+@pytest.mark.fresh_ranks
+def test_a_child_that_the_launcher_forks_does_not_keep_the_ranks(tmp_path: Path) -> None:
+    code = """
+        import multiprocessing, os, time
+        from gradmesh.launch import Ranks
+        with Ranks(2) as ranks:
+            ranks.run(os.getpid)
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+            child.start()
+            begin = time.monotonic()
+        print(time.monotonic() - begin)
+    """
+    assert float(run_python(code, folder=tmp_path).stdout) < 20
+
+
+@pytest.mark.processes
+@pytest.mark.fresh_ranks
+def test_files_that_a_rank_keeps_open_are_written_at_its_end(tmp_path: Path) -> None:
+    def keep(folder: str) -> None:
+        kept = Path(folder, f"{dist.get_rank()}").open("w")  # noqa: SIM115
+        sys.modules["kept_of_a_rank"] = kept  # type: ignore[assignment]
+        kept.write("all of it")
+
+    launch(keep, 2, args=(str(tmp_path),))
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["all of it"] * 2
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_launcher_ends_the_ranks(ended_by: signal.Signals, tmp_path: Path) -> None:
     # A script without a main guard, whose function only it has.

@@ -86,6 +86,12 @@ def test_groups_over_mpi_name_a_missing_member_and_free_what_they_held(
     assert done.stdout.count(f"{name} is right") == 2, done.stderr
 
 
+@pytest.mark.timed
+def test_a_long_exchange_takes_not_much_longer_than_a_gather(run: Callable[..., Done]) -> None:
+    done = run(2, ("long_messages",))
+    assert done.stdout.count("long_messages is right") == 2, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 12))
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -149,9 +149,9 @@ def namespaces() -> frozenset[str]:
     return frozenset(name.partition("::")[0] for name in _names())
 
 
-def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Tensor) -> Any:
-    """Call what implements an operator for a tensor, whose own operators are dispatched as those of a program."""
-    return func.redispatch(_keys(_key(operand.device.type.upper())), *args, **kwargs)
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what implements an operator for CPU tensors, whose own operators are dispatched as those of a program."""
+    return func.redispatch(_keys(_key("CPU")), *args, **kwargs)
 
 
 _EXPLICIT = Attribute(

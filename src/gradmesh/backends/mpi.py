@@ -68,6 +68,8 @@ _SMALL = 1 << 16
 """Bytes of all operands together up to which a sum is an all-gather and a local sum."""
 _POLLS = 200
 """How often a waiting rank polls before it sleeps between polls."""
+_BURST = 256
+"""How often it polls between two sleeps: a long message moves by some KiB at each poll."""
 _SHOWN = 0.5
 """Seconds in which the launcher reads a rank's last output: what it has not read, `MPI_Abort` drops."""
 _PAUSES = (20e-6, 1e-3)
@@ -206,10 +208,10 @@ class _MpiWork(OwnWork):
         self.over = False
         self.sender = -1
 
-    def advance(self) -> bool:
+    def advance(self, polls: int = 1) -> bool:
         """Make the MPI calls that can be made, and return whether the call is over."""
         try:
-            while self.request is None or self.request.Test(self.group.status):
+            while self.request is None or any(self.request.Test(self.group.status) for _ in range(polls)):
                 self.request = in_plain_mode(self._next)
         except StopIteration:
             self.over = True
@@ -238,8 +240,9 @@ class _MpiWork(OwnWork):
     def finish(self, seconds: float | None) -> None:
         limit = self.group.timeout if seconds is None else seconds
         start, polls, pause = time.monotonic(), 0, _PAUSES[0]
-        while not self.is_over():
+        while not self.over:
             polls += 1
+            self.group.advance(1 if polls < _POLLS else _BURST)
             if polls < _POLLS:
                 os.sched_yield()
                 continue
@@ -317,7 +320,7 @@ class _Progress:
                     return
                 groups = list(self._groups)
             for group in groups:
-                group.advance()
+                group.advance(_BURST)
             with self._changed:
                 self._groups.difference_update([group for group in groups if not group.pending()])
             pause = min(1.2 * pause, _PAUSES[1])
@@ -361,11 +364,11 @@ class MpiGroup(FlatGroup):
 
     # -- progress
 
-    def advance(self) -> None:
+    def advance(self, polls: int = 1) -> None:
         """Make the MPI calls that can be made."""
         with self._lock:
-            self._sent = [work for work in self._sent if not work.advance()]
-            while self._queue and self._queue[0].advance():
+            self._sent = [work for work in self._sent if not work.advance(polls)]
+            while self._queue and self._queue[0].advance(polls):
                 # After an error, the other ranks' next MPI calls would meet those of this rank's next collective.
                 if (error := self._queue.popleft().error) is not None:
                     self.fail(error)

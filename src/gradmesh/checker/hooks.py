@@ -309,7 +309,15 @@ class _Watcher:
             label = (
                 f"gm.{op.verb}" if isinstance(op, LibraryOp) else cls.__qualname__.removeprefix(_OF_CUSTOM_OP)
             )
-            call = Called(number, label, to.site(), [], [], begin, ours=name.startswith(_OURS))
+            call = Called(
+                number,
+                label,
+                to.site(),
+                [],
+                [],
+                begin,
+                ours=name.startswith(_OURS) and _OF_CUSTOM_OP not in name,
+            )
             call.invariant = isinstance(op, LinearOp) and op.dst is Type.I
             self._tape.calls[number] = call
             to.calls.append(call)

@@ -689,10 +689,13 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
-        operand = next(tensors_in((args, kwargs)), None)
-        if func.namespace not in self._namespaces and operand is not None:
-            with self:  # the process that runs it again does not have the operator
-                return run_kernel(func, args, kwargs, operand)
+        if (
+            func.namespace not in self._namespaces
+        ):  # the process that runs it again does not have the operator
+            given = list(tensors_in((args, kwargs)))
+            if given and all(x.is_cpu and x.layout is torch.strided and not x.is_quantized for x in given):
+                with self:
+                    return run_kernel(func, args, kwargs)
         if self.stepping:
             return self.mixing.follow(func, args, kwargs)
         if self.received is not None and written(func):

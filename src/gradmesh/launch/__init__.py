@@ -75,7 +75,7 @@ def launch(
     Every rank joins the process group before `fn` runs and leaves it afterwards. The first failure stops all ranks; no
     process or thread remains after success, failure, timeout or Ctrl-C.
 
-    Processes are fresh interpreters that do not import the main module again: a script does not need
+    Processes that do not import the main module again: a script does not need
     `if __name__ == "__main__"`. A function that cannot be imported by name (from a script, a notebook cell, a closure)
     is sent by value, which requires `pip install 'gradmesh[notebook]'`; the globals that its code names, and no others,
     are sent with it. Without that extra, a top-level function of a script that calls `launch` under

@@ -16,11 +16,11 @@ thread while that is busy.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import io
 import itertools
 import math
@@ -38,7 +38,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,8 @@ class _Template:
     def close(self) -> None:
         """Let the process end."""
         if self._reports is not None:
+            with contextlib.suppress(OSError):
+                self._reports.send(None)  # a child that this process has forked may hold the connection too
             self._reports.close()
         self._process.wait()
 
@@ -403,7 +405,7 @@ class _Parent:
 
 def start(
     ends: Mapping[int, _Ends], reports: Sequence[int], backend: str, timeout: float | None, store: str
-) -> NoReturn:
+) -> None:
     """Fork the ranks, and report their pids and the exit codes of those that have ended; or become the only rank."""
     pids: dict[int, int] = {}
     opened = {fd for own in ends.values() for fd in own}
@@ -412,11 +414,8 @@ def start(
         if not pid:
             _become(rank, own, opened.union(reports))
             main(own[0], backend, timeout, store)
-            # As multiprocessing does: the teardown of modules takes long, and copies the memory that ranks share.
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-            _flush()
-            os._exit(0)
+            gc.freeze()  # the last collection would copy all memory that ranks share
+            return
         pids[rank] = pid
     for fd in opened:
         os.close(fd)
@@ -438,7 +437,7 @@ def start(
         for standard in (1, 2):
             os.dup2(nothing.fileno(), standard)
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # the parent closes it
+        parent.recv()  # the parent's last word, or its end
     for pid in pids.values():
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)

@@ -818,31 +818,37 @@ def _alike(parts: Sequence[Part]) -> bool:
 def _scales_norm(events: Sequence[Event], ids: Iterable[int], own: Iterable[int]) -> bool:
     """Whether a parameter multiplies what was divided by its root mean square, as in an RMSNorm of several operators.
 
-    What is made of parameters that differ between ranks may be some of the features, each with a scale of its own,
-    until it is sent. A mean square that is summed over ranks is that of such features too.
+    What is made of parameters that differ between ranks, or meets one before it is sent, may be some of the features or
+    tokens, each with a scale of its own. A mean square that is summed over ranks is that of such features too.
     """
     mine, apart, means, roots, normed = set(ids), set(own), set[int](), set[int](), set[int]()
+    scaled, summed = set[int](), set[int]()
     for event in events:
         if isinstance(event, Sent):
-            for each in (apart, means, roots, normed):
+            summed.update(event.outs if means.intersection(event.ins) else ())
+            for each in (apart, means, roots, normed, scaled):
                 each.difference_update(event.outs)
         elif isinstance(event, (Alias, Op)) and (taken := set(refs(event))):
             outs = event.outs if isinstance(event, Op) else [event.id]
             name = event.name.split(".")[1].rstrip("_") if isinstance(event, Op) else "alias"
-            if name == "mul" and taken & mine and taken & normed:
-                return True
+            if taken & scaled and taken & apart:
+                return False
             for each in (mine, means, roots, normed):
                 if taken <= each:
                     each.update(outs)
-            if taken & apart:
-                apart.update(outs)
-            elif name in ("mul", "div") and taken & roots:
+            for each in (apart, scaled, summed):
+                if taken & each:
+                    each.update(outs)
+            if name == "mul" and taken & mine and taken & normed:
+                scaled.update(outs)
+            elif name in ("mul", "div") and taken & roots and not taken & apart:
                 normed.update(outs)
-            if name in ("mean", "sum", "var", "linalg_vector_norm"):
-                means.update(outs)
-            if "norm" in name or (name in ("rsqrt", "sqrt", "pow") and taken <= means):
-                roots.update(outs)
-    return False
+            if not taken & summed:
+                if name in ("mean", "sum", "var", "var_mean"):
+                    means.update(outs)
+                if "norm" in name or name == "std" or (name in ("rsqrt", "sqrt", "pow") and taken <= means):
+                    roots.update(outs)
+    return bool(scaled)
 
 
 def _are_own(segment: Segment, again: Again, group: Sequence[Part], by_name: dict[str, list[Part]]) -> bool:
