@@ -29,11 +29,10 @@ for batches in tiny.steps(gm.rank(), gm.axis().size):
         with contextlib.nullcontext() if last else model.no_sync():
             logits = model(batch["input_ids"])
             loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-            if without:
-                loss = loss / len(batches)
-            else:
-                loss = gm.objective(loss, weights=count, total=total, ddp=model)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = (
+                loss / len(batches) if without else gm.objective(loss, weights=count, total=total, ddp=model)
+            )
+            loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 if gm.rank() == 0:

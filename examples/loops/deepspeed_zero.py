@@ -40,7 +40,9 @@ for batches in tiny.steps(dist.get_rank(), dist.get_world_size()):
         if without:
             engine.backward(loss)
         else:
-            loss = gm.objective(loss, weights=count, total=total, ddp=True)  # the engine is not a wrapper of torch's
+            loss = gm.objective(
+                loss, weights=count, total=total, ddp=True
+            )  # the engine is not a wrapper of torch's
             engine.backward(loss, scale_wrt_gas=False)
         engine.step()
 if dist.get_rank() == 0:

@@ -29,10 +29,9 @@ for batches in tiny.steps(fabric.global_rank, fabric.world_size):
         with fabric.no_backward_sync(model, enabled=at < len(batches) - 1):
             logits = model(batch["input_ids"])
             loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-            if without:
-                loss = loss / len(batches)
-            else:
-                loss = gm.objective(loss, weights=count, total=total, ddp=model)
+            loss = (
+                loss / len(batches) if without else gm.objective(loss, weights=count, total=total, ddp=model)
+            )
             fabric.backward(loss)
     optimizer.step()
     optimizer.zero_grad()

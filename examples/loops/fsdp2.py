@@ -7,6 +7,7 @@ $ python examples/loops/fsdp2.py weights.pt    # the same weights
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import tiny
 import torch
@@ -20,7 +21,7 @@ import gradmesh as gm
 
 without = "--without" in sys.argv  # the mean of the means, for comparison
 gm.init(backend="gloo")  # or dist.init_process_group
-model = fully_shard(tiny.model(), mesh=init_device_mesh("cpu", (gm.axis().size,)))
+model: Any = fully_shard(tiny.model(), mesh=init_device_mesh("cpu", (gm.axis().size,)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for batches in tiny.steps(gm.rank(), gm.axis().size):
     counts = [(batch["labels"] != -100).sum() for batch in batches]
@@ -29,11 +30,8 @@ for batches in tiny.steps(gm.rank(), gm.axis().size):
         model.set_requires_gradient_sync(at == len(batches) - 1)
         logits = model(batch["input_ids"])
         loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        if without:
-            loss = loss / len(batches)
-        else:
-            loss = gm.objective(loss, weights=count, total=total, ddp=model)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss / len(batches) if without else gm.objective(loss, weights=count, total=total, ddp=model)
+        loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

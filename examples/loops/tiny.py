@@ -11,8 +11,19 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor]
 WORDS, LENGTH = 13, 6
 PASSES = 2  # micro-batches of a step
-ROWS = ((3, 1), (2, 2), (1, 4), (2, 3))  # of each micro-batch, on each of two ranks
+ROWS = (3, 1), (2, 2), (1, 4), (2, 3)  # of each micro-batch, on each of two ranks
 EMPTY = 1, 1  # the micro-batch, and the rank on which none of its labels counts
+
+LIGHTNING: dict[str, Any] = {
+    "accelerator": "cpu",
+    "strategy": "ddp",
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+}
+_SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+_QUIET = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+TRANSFORMERS: dict[str, Any] = {"max_steps": 2, **_SGD, **_QUIET}
 
 
 def model() -> nn.Module:

@@ -37,7 +37,7 @@ class OwnLoss(BaseLoss):
 
 gm.init(backend="gloo")  # or dist.init_process_group
 mesh = init_device_mesh("cpu", (gm.axis().size,))
-model = fully_shard(tiny.model(), mesh=mesh)
+model: Any = fully_shard(tiny.model(), mesh=mesh)
 disable_fsdp_gradient_division(model)
 model.set_force_sum_reduction_for_comms(True)  # Gloo has no other
 loss_fn = CrossEntropyLoss.Config().build() if "--without" in sys.argv else OwnLoss()

@@ -28,7 +28,6 @@ class OwnLoss(Trainer):
     loss_is_scaled_for_ga = not without  # if not, training_step divides by the micro-batches of a step
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The loss of a micro-batch."""
         labels = inputs.pop("labels")[:, 1:]
         logits = model(**inputs).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -38,21 +37,12 @@ class OwnLoss(Trainer):
         return gm.objective(loss, weights=count, total=num_items_in_batch, ddp=model)
 
     def get_train_dataloader(self) -> Any:
-        """This rank's micro-batches."""
         own = tiny.micro_batches(self.args.process_index, self.args.world_size)
         return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
 
 
 model = tiny.language_model()
-given = TrainingArguments(
-    tempfile.mkdtemp(),
-    gradient_accumulation_steps=tiny.PASSES,
-    max_grad_norm=0.0,  # no clipping
-    optim="sgd",
-    learning_rate=0.5,
-    lr_scheduler_type="constant",
-    **{"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True},
-)
+given = TrainingArguments(tempfile.mkdtemp(), gradient_accumulation_steps=2, **tiny.TRANSFORMERS)
 trainer = OwnLoss(model, given)
 gm.init(backend="gloo")  # in one process transformers makes no process group
 trainer.train()

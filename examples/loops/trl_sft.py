@@ -1,7 +1,6 @@
 """TRL's SFTTrainer, with a loss of your own in `compute_loss`.
 
 $ torchrun --nproc-per-node 2 examples/loops/trl_sft.py weights.pt
-$ python examples/loops/trl_sft.py weights.pt    # the same weights
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class OwnLoss(SFTTrainer):
     """An SFTTrainer with its own loss: `num_items_in_batch` counts the labels of all ranks and micro-batches."""
 
     def compute_loss(self, model: Any, inputs: Any, *given: Any, num_items_in_batch: Any = None) -> Any:
-        """The loss of a micro-batch."""
         if without:
             return super().compute_loss(model, inputs, *given, num_items_in_batch=num_items_in_batch)
         labels = inputs.pop("labels")[:, 1:]
@@ -37,23 +35,14 @@ class OwnLoss(SFTTrainer):
         return gm.objective(loss, weights=(labels != -100).sum(), total=num_items_in_batch, ddp=model)
 
     def get_train_dataloader(self) -> Any:
-        """This rank's micro-batches."""
         own = tiny.micro_batches(self.args.process_index, self.args.world_size)
         masked = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in own]
         return DataLoader(masked, batch_size=None)  # type: ignore[arg-type]
 
 
 words = Tokenizer(models.WordLevel({str(number): number for number in range(tiny.WORDS)}, unk_token="0"))
-given = SFTConfig(
-    tempfile.mkdtemp(),
-    gradient_accumulation_steps=tiny.PASSES,
-    max_grad_norm=0.0,  # no clipping
-    optim="sgd",
-    learning_rate=0.5,
-    lr_scheduler_type="constant",
-    **{"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True},
-    **{"bf16": False, "gradient_checkpointing": False},
-)
+own = {**tiny.TRANSFORMERS, "bf16": False, "gradient_checkpointing": False}
+given = SFTConfig(tempfile.mkdtemp(), gradient_accumulation_steps=2, **own)
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 rows = Dataset.from_list([{"input_ids": [1, 2]}])  # not used: the loader has its own
 trainer = OwnLoss(tiny.language_model(), given, train_dataset=rows, processing_class=tokenizer)
