@@ -26,6 +26,7 @@ engine, *_ = deepspeed.initialize(
     config={
         "train_micro_batch_size_per_gpu": 1,  # only counted; batches are passed by hand
         "gradient_accumulation_steps": tiny.PASSES,
+        "gradient_clipping": 0.0,  # 1.0 by default
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     },
