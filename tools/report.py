@@ -24,6 +24,7 @@ PAGES = {
     "docs/forces.svg": "tools.forces_picture",
     "docs/launch.md": "tools.generate",
     "docs/libraries.md": "tools.libraries.__main__",
+    "docs/loops.md": "tools.loops",
     "docs/models.md": "tools.models.__main__",
     "docs/no_sync.md": "tools.no_sync",
     "docs/pictures": "tools.pictures.__main__",
