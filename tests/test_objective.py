@@ -521,6 +521,10 @@ def test_without_a_graph_there_is_a_value_or_a_refusal(how: str, processes: Rank
 # ---- errors and warnings
 
 
+class DeepSpeedEngine(nn.Module):
+    """What DeepSpeed calls the wrapper that averages gradients."""
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "two elements": (lambda: gm.objective(torch.ones(2)), "a floating-point tensor with one element"),
     "no tensor": (lambda: gm.objective(3.0), "a floating-point tensor with one element"),  # type: ignore[arg-type]
@@ -545,6 +549,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "no single factor is right",
     ),
     "ddp": (lambda: gm.objective(torch.ones(()), ddp="yes"), "ddp='yes'"),  # type: ignore[arg-type]
+    "engine": (lambda: gm.objective(torch.ones(()), ddp=DeepSpeedEngine()), "pass ddp=True if the axis has"),
     "ddp of 0": (lambda: gm.objective(torch.ones(()), ddp=0.0), "ddp=0.0"),
 }
 

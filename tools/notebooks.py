@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent.parent / "docs" / "tutorials"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"/[\w/.-]*ipykernel_\d+/\d+\.py")
-_SECONDS = re.compile(r"\b\d+\.\d+ s\b")
+_SECONDS = re.compile(r"\b\d+\.\d+ (s|GiB)\b")
 
 
 def notebooks() -> list[Path]:

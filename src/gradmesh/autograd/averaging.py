@@ -414,6 +414,12 @@ def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
         }
     if fsdp is not None and isinstance(part, fsdp.FSDPModule):
         return {key: Averaged(*averaged) for key, averaged in fully_sharded(part).items()}
+    if any(kind.__name__ == "DeepSpeedEngine" for kind in type(part).__mro__):
+        _refuse(
+            axis,
+            "an engine of DeepSpeed, which averages gradients itself, over its data-parallel ranks",
+            "pass ddp=True if the axis has these ranks, else their number, such as ddp=8",
+        )
     if is_replicated(part):
         _refuse(axis, "a module with torch's replicate(), which does not expose its divisor", _PASS_A_NUMBER)
     return {}
