@@ -306,18 +306,11 @@ class _Watcher:
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
             to.see_parts(args, {})
             op = getattr(args[0], "op", args[0]) if args else None
-            label = (
-                f"gm.{op.verb}" if isinstance(op, LibraryOp) else cls.__qualname__.removeprefix(_OF_CUSTOM_OP)
-            )
-            call = Called(
-                number,
-                label,
-                to.site(),
-                [],
-                [],
-                begin,
-                ours=name.startswith(_OURS) and _OF_CUSTOM_OP not in name,
-            )
+            operator = cls.__qualname__.removeprefix(_OF_CUSTOM_OP)
+            label = f"gm.{op.verb}" if isinstance(op, LibraryOp) else operator
+            registered = operator != cls.__qualname__ and not operator.startswith(to.namespaces)
+            ours = name.startswith(_OURS) and not registered
+            call = Called(number, label, to.site(), [], [], begin, ours=ours)
             call.invariant = isinstance(op, LinearOp) and op.dst is Type.I
             self._tape.calls[number] = call
             to.calls.append(call)

@@ -670,6 +670,8 @@ class Recorder(Numbering, DispatchMode):
         """What broadcasts and sums take before the first backward, whose memory is not used again until then."""
         self._log = log.open("w", buffering=1) if log else None
         self._sees_redistributions, self._namespaces = False, namespaces()
+        self.namespaces = tuple(f"{each}_" for each in self._namespaces)
+        """What the names of operators begin with, in the names of Functions, that the script has not registered."""
 
     # -- what torch calls ----------------------------------------------------------------------------------------
 
