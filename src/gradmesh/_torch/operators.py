@@ -141,7 +141,11 @@ def local_part(x: Any) -> Any:
 
 _OPENED = "gradmesh check of a script with operators of its own"
 _names = required("torch._C._dispatch_get_all_op_names", _OPENED)
-_keys, _key = (required(f"torch._C.{name}", _OPENED) for name in ("DispatchKeySet", "_parse_dispatch_key"))
+for _path in (
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKey.CPU",
+):  # without which torch itself is not imported
+    RELIED_ON_LATER[_path] = f"{_OPENED} raises an error"
 
 
 def namespaces() -> frozenset[str]:
@@ -151,7 +155,7 @@ def namespaces() -> frozenset[str]:
 
 def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what implements an operator for CPU tensors, whose own operators are dispatched as those of a program."""
-    return func.redispatch(_keys(_key("CPU")), *args, **kwargs)
+    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 _EXPLICIT = Attribute(
