@@ -284,6 +284,36 @@ def test_redistributions_of_dtensors_are_listed_where_the_program_does_not_ask_f
     assert ("aten.mm" in done.stdout) is not asked, done
 
 
+OF_OTHER_DEVICES = """
+import torch, torch.distributed as dist
+
+@torch.library.custom_op("others::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+dist.init_process_group("gloo")
+assert twice(torch.empty(3, device="meta")).shape == (3,)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(twice(torch.randn(3, 4))).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_operator_of_the_script_may_take_tensors_without_memory(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OF_OTHER_DEVICES)
+    verdict = run.check_script(run.Target(str(script)), ranks=2)
+    assert not verdict.findings, verdict
+    assert verdict.followed == 2
+
+
 UNSEEDED = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

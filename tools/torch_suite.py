@@ -30,6 +30,7 @@ import unittest
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
@@ -247,11 +248,17 @@ def _over_mpi(test: str) -> Outcome:
     """Run a test on ranks that mpiexec starts."""
     case = _Side.case(test)
     case.setUp()  # what ranks meet by, in a folder whose name they inherit
-    command = [str(mpi.launcher()), "-n", str(RANKS), sys.executable, __file__]
+    command = [str(mpi.launcher()), "-n", str(RANKS), sys.executable, "-m", "tools.torch_suite"]
     environment = {**os.environ, _ON_RANK: f"{_Side.name} {test} {_Side.folder.name}/{test}"}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_LIMIT, check=False
+            command,
+            cwd=Path(__file__).parents[1],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         return Outcome("fail", f"not over after {_LIMIT} s: {str(error.stdout)[-_TAIL:]}")
