@@ -284,34 +284,57 @@ def test_redistributions_of_dtensors_are_listed_where_the_program_does_not_ask_f
     assert ("aten.mm" in done.stdout) is not asked, done
 
 
-OF_OTHER_DEVICES = """
-import torch, torch.distributed as dist
-
-@torch.library.custom_op("others::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-
-@twice.register_fake
-def _(x):
-    return torch.empty_like(x)
-
+TRAINS = """
 dist.init_process_group("gloo")
-assert twice(torch.empty(3, device="meta")).shape == (3,)
+torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+head = torch.nn.Linear(4, 1)
+head.requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
 for _ in range(2):
     optimizer.zero_grad()
-    model(twice(torch.randn(3, 4))).square().mean().backward()
+    head(used(model(torch.randn(3, 4)))).square().mean().backward()
     optimizer.step()
 """
 
+USED = {
+    "complex tensor sent by its parts": """
+import torch, torch.distributed as dist
+def used(x):
+    cache = torch.polar(torch.ones(2), torch.tensor([0.5, 1.5]))
+    dist.broadcast(torch.view_as_real(cache), 0)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2))) * cache).flatten(-2)
+""",
+    "operator whose backward is no derivative": """
+import torch, torch.distributed as dist
+@torch.library.custom_op("script::reversed", mutates_args=())
+def reverse(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+reverse.register_autograd(lambda ctx, grad: -grad)
+def used(x):
+    return reverse(x) + x.square()
+""",
+    "operator on sparse and meta tensors": """
+import torch, torch.distributed as dist
+library = torch.library.Library("sparse_of_script", "FRAGMENT")
+library.define("rows(Tensor x) -> Tensor")
+library.impl("rows", lambda x: torch.tensor(float(x.shape[0])), "SparseCPU")
+library.impl("rows", lambda x: torch.empty((), device="meta"), "Meta")
+def used(x):
+    assert torch.ops.sparse_of_script.rows(torch.empty(3, device="meta")).is_meta
+    return x * torch.ops.sparse_of_script.rows(torch.eye(4).to_sparse())
+""",
+}
 
-def test_an_operator_of_the_script_may_take_tensors_without_memory(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("name", USED)
+def test_what_models_use_is_followed_without_a_finding(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(OF_OTHER_DEVICES)
+    script.write_text(USED[name] + TRAINS)
     verdict = run.check_script(run.Target(str(script)), ranks=2)
     assert not verdict.findings, verdict
-    assert verdict.followed == 2
+    assert verdict.followed == 2, verdict.notes
 
 
 UNSEEDED = """
