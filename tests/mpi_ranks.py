@@ -348,6 +348,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     backend = os.environ.get("BACKEND", "mpi4py")
+    if backend == "hosts" and "ON_ONE_HOST" in os.environ:  # which is then two
+        half = int(os.environ["WORLD_SIZE"]) // 2
+        os.environ["GRADMESH_HOST"] = f"host-{int(os.environ['RANK']) // half}"
     gm.init(None if backend == "mpi4py" else backend, timeout=60)
     assert dist.get_backend() == backend
     for name in sys.argv[1:]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gradmesh.errors import ArgumentError, MissingExtraError
 
@@ -102,6 +102,14 @@ HANG = Variable(
     "that rank may still run; 0: only if it cannot continue, which is found in about a second",
     parse=_count,
 )
+HOST = Variable(
+    "GRADMESH_HOST",
+    default="",
+    expected="a name",
+    meaning="for the hosts backend: the host that this rank is on, the same for ranks that share memory; by default the "
+    "name of the machine with its PID and network namespaces",
+    parse=str.strip,
+)
 RECYCLE = Variable(
     "GRADMESH_RECYCLE",
     default="512",
@@ -125,7 +133,7 @@ TRACEBACK = Variable(
     parse=("short", "full").index,
 )
 
-VARIABLES: tuple[Variable[int], ...] = (CHECK, HANG, RECYCLE, SHM_CHUNK, TRACEBACK)
+VARIABLES: tuple[Variable[Any], ...] = (CHECK, HANG, HOST, RECYCLE, SHM_CHUNK, TRACEBACK)
 
 
 def table() -> str:

@@ -1,11 +1,12 @@
 """gradmesh's backends for torch.distributed.
 
-`shm` is for process ranks on one host, `threads` for thread ranks, `mpi4py` for ranks that MPI has started.
+`shm` is for process ranks on one host, `threads` for thread ranks, `hosts` for several hosts with several ranks each,
+`mpi4py` for ranks that MPI has started.
 
 All are pure Python subclasses of torch's `ProcessGroup`. They share:
 
     own_group.py  PythonGroup: the interface of a group for torch.distributed, under the names of all its versions;
-                  FlatGroup: torch's collectives by movements of flat tensors, of shm and mpi4py;
+                  FlatGroup: torch's collectives by movements of flat tensors, of shm, hosts and mpi4py;
                   OwnGroup: that for gradmesh's data path, of shm and threads; torch's `Work` of a pending call,
                   several works as one, and futures; reductions, flat tensors and errors
 """
@@ -25,10 +26,11 @@ _register_lock = threading.Lock()
 
 
 def register() -> None:
-    """Register `shm` and `mpi4py` with torch.distributed; idempotent. Modules are imported with the first group."""
+    """Register the backends of processes with torch.distributed; idempotent. A module is imported with its first group."""
     with _register_lock:
-        for name, create in (("shm", partial(_create, "shm")), ("mpi4py", partial(_create, "mpi"))):
+        for name, module in (("shm", "shm"), ("hosts", "hosts"), ("mpi4py", "mpi")):
             if not hasattr(dist.Backend, name.upper()):
+                create = partial(_create, module)
                 dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 

@@ -44,11 +44,15 @@ from gradmesh.backends.own_group import (
     Shown,
     Steps,
     Tensors,
+    apart,
     fold,
     in_mode_of,
+    introduced,
+    joined,
     mismatched_message,
     operand,
     promised,
+    spread,
     timed_out_text,
     timeout_of_group,
 )
@@ -159,27 +163,10 @@ def create(options: Any, _backend_options: object) -> MpiGroup:
         )
     _begin(world)
     timeout = timeout_of_group(options.timeout)
-    _met(options, timeout)
+    introduced(options, "mpi4py", "", timeout)  # MPI would wait without a timeout
     # A communicator of its own, since that of the world is also the program's.
     comm = world.Create_group(world.Get_group().Incl(names))
     return MpiGroup(MPI, comm, options.group_id, timeout)
-
-
-def _met(options: Any, timeout: datetime.timedelta) -> None:
-    """Wait for the other members in the store: MPI would wait without a timeout."""
-    keys = [f"mpi4py {rank}" for rank in range(options.group_size)]
-    options.store.set(keys[options.group_rank], "")
-    try:
-        options.store.wait(keys, timeout)
-    except RuntimeError as error:
-        late = [rank for rank, key in enumerate(keys) if not options.store.check([key])]
-        raise DeadlockError.of(
-            timed_out_text(late, timeout.total_seconds()),
-            op="new_group",
-            axis=f"group '{options.group_id}', rank {options.group_rank} of {options.group_size}",
-            expected="every rank of the group creates it",
-            remedy="check the missing ranks for an exception or an early return",
-        ) from error
 
 
 class _MpiWork(OwnWork):
@@ -454,22 +441,22 @@ class MpiGroup(FlatGroup):
 
     @override
     def _all_gather(self, call: None, out: Tensor, given: Tensor) -> Steps:
-        sent = _apart(given, out)
+        sent = apart(given, out)
         yield self._comm.Iallgather(self._bytes(sent), self._bytes(out))
 
     @override
     def _all_gather_lists(self, call: None, taken: Sequence[Tensor], given: Tensor) -> Steps:
-        whole = _joined(taken)
-        sent = _apart(given, whole)
+        whole = joined(taken)
+        sent = apart(given, whole)
         yield self._comm.Iallgatherv(self._bytes(sent), self._several(whole, taken))
-        _spread(whole, taken)
+        spread(whole, taken)
 
     @override
     def _exchange(self, call: None, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
-        whole = _joined(taken)
-        sent = _apart(_joined(given), whole)
+        whole = joined(taken)
+        sent = apart(joined(given), whole)
         yield self._comm.Ialltoallv(self._several(sent, given), self._several(whole, taken))
-        _spread(whole, taken)
+        spread(whole, taken)
 
     @override
     def _broadcast(self, call: None, flat: Tensor, root: int) -> Steps:
@@ -551,39 +538,6 @@ class MpiGroup(FlatGroup):
         if not work.over and _progress is not None:
             _progress.watch(self)
         return self._collected(work)
-
-
-def _joined(flats: Sequence[Tensor]) -> Tensor:
-    """Flat tensors one after the other: the memory itself where they lie like that, else a new tensor."""
-    parts = [flat for flat in flats if flat.numel()]
-    if not parts:
-        return flats[0]
-    first, at = parts[0], parts[0].storage_offset()
-    memory = first.untyped_storage().data_ptr()
-    for part in parts:
-        if part.storage_offset() != at or part.untyped_storage().data_ptr() != memory:
-            return torch.cat(parts)
-        at += part.numel()
-    return torch.as_strided(first, (at - first.storage_offset(),), (1,))
-
-
-def _apart(given: Tensor, out: Tensor) -> Tensor:
-    """A tensor to send, or a copy of it where it shares memory with `out`: MPI does not allow that."""
-    own, place = given.data_ptr(), out.data_ptr()
-    overlap = (
-        own < place + out.numel() * out.element_size() and place < own + given.numel() * given.element_size()
-    )
-    return given.clone() if overlap else given
-
-
-def _spread(whole: Tensor, flats: Sequence[Tensor]) -> None:
-    """Write a tensor that may have been made by `_joined` back into its parts."""
-    at = 0
-    for flat in flats:
-        part = whole[at : at + flat.numel()]
-        at += flat.numel()
-        if flat.numel() and part.data_ptr() != flat.data_ptr():
-            flat.copy_(part)
 
 
 def _in_mode(inference: bool, steps: Steps) -> Steps:

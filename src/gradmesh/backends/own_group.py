@@ -13,6 +13,7 @@ import datetime
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -1161,3 +1162,80 @@ def fold(op: str, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             function(out, row, out=out)
     if op == "AVG":
         averaged(out, len(rows))
+
+
+def joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Flat tensors one after the other: the memory itself where they lie like that, else a new tensor."""
+    parts = [flat for flat in flats if flat.numel()]
+    if not parts:
+        return flats[0]
+    first, at = parts[0], parts[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.storage_offset() != at or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(parts)
+        at += part.numel()
+    return torch.as_strided(first, (at - first.storage_offset(),), (1,))
+
+
+def apart(given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A tensor to send, or a copy of it where it shares memory with `out`: backends do not allow that."""
+    own, place = given.data_ptr(), out.data_ptr()
+    overlap = (
+        own < place + out.numel() * out.element_size() and place < own + given.numel() * given.element_size()
+    )
+    return given.clone() if overlap else given
+
+
+def spread(whole: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
+    """Write a tensor that may have been made by `joined` back into its parts."""
+    at = 0
+    for flat in flats:
+        part = whole[at : at + flat.numel()]
+        at += flat.numel()
+        if flat.numel() and part.data_ptr() != flat.data_ptr():
+            flat.copy_(part)
+
+
+def introduced(options: Any, backend: str, own: str, timeout: datetime.timedelta) -> list[str]:
+    """What the members of a new group say of themselves, through its store.
+
+    Raises:
+        DeadlockError: a member does not create the group.
+    """
+    keys = [f"{backend} {rank}" for rank in range(options.group_size)]
+    options.store.set(keys[options.group_rank], own)
+    try:
+        options.store.wait(keys, timeout)
+    except RuntimeError as error:
+        late = [rank for rank, key in enumerate(keys) if not options.store.check([key])]
+        raise DeadlockError.of(
+            timed_out_text(late, timeout.total_seconds()),
+            op="new_group",
+            axis=f"group '{options.group_id}', rank {options.group_rank} of {options.group_size}",
+            expected="every rank of the group creates it",
+            remedy="check the missing ranks for an exception or an early return",
+        ) from error
+    return [options.store.get(key).decode() for key in keys]
+
+
+_GRACE, _POLL = 0.4, 0.02
+"""Seconds that the other ranks get to respond, as they notice a lost connection nearly at the same time; of a poll."""
+
+
+def responds(store: Any, rank: int) -> None:
+    """Let the other ranks of a group see that this one has noticed a failure."""
+    store.set(f"lost/{rank}", "1")
+
+
+def unresponsive(store: Any, rank: int, size: int) -> list[int]:
+    """The other ranks of a group that do not respond after a failure; empty if its store is gone."""
+    with contextlib.suppress(Exception):
+        responds(store, rank)
+        missing = [other for other in range(size) if other != rank]
+        deadline = time.monotonic() + _GRACE
+        while missing and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            missing = [other for other in missing if not store.check([f"lost/{other}"])]
+        return missing
+    return []

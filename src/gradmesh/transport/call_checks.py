@@ -40,7 +40,6 @@ import itertools
 import os
 import re
 import threading
-import time
 import warnings
 from array import array
 from collections import OrderedDict
@@ -57,7 +56,7 @@ from torch import Tensor
 from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
-from gradmesh.backends.own_group import FLAGS, RETURNED_REMEDY, CallCheck
+from gradmesh.backends.own_group import FLAGS, RETURNED_REMEDY, CallCheck, unresponsive
 from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
 from gradmesh.ops.transport import bytes_of, dense
 from gradmesh.runtime.mesh import Axis
@@ -950,11 +949,6 @@ _ELSEWHERE = (
 _SPOILT = "find the operation that produced it on that rank, for example with torch.autograd.detect_anomaly()"
 
 
-_GRACE = 0.4
-"""Seconds that the other ranks get to set their keys; they notice a lost connection at nearly the same time."""
-_POLL = 0.02
-
-
 @contextlib.contextmanager
 def failed_ranks_named(axis: Axis) -> Iterator[None]:
     """Turn a backend error in this block into one that names the ranks which did not respond.
@@ -967,24 +961,13 @@ def failed_ranks_named(axis: Axis) -> Iterator[None]:
     except GradmeshError:
         raise
     except RuntimeError as error:
-        missing = _unresponsive(axis)
+        missing: list[int] = []
+        with contextlib.suppress(Exception):  # the group has no store
+            store: Any = axis.group.get_group_store()
+            missing = unresponsive(store, axis.rank, axis.size)
         if not missing:
             raise
         raise _error(axis, missing, error) from error
-
-
-def _unresponsive(axis: Axis) -> list[int]:
-    """The ranks of the axis that do not set their key; empty if the group has no store."""
-    with contextlib.suppress(Exception):
-        store: Any = axis.group.get_group_store()
-        store.set(f"lost/{axis.rank}", "1")
-        missing = [rank for rank in range(axis.size) if rank != axis.rank]
-        deadline = time.monotonic() + _GRACE
-        while missing and time.monotonic() < deadline:
-            time.sleep(_POLL)
-            missing = [rank for rank in missing if not store.check([f"lost/{rank}"])]
-        return missing
-    return []
 
 
 def _error(axis: Axis, missing: list[int], error: RuntimeError) -> AbortedError:

@@ -511,6 +511,11 @@ def _host() -> list[str]:
     return [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]
 
 
+def host_name() -> str:
+    """This host among others: its name, and what distinguishes containers and network namespaces on one machine."""
+    return " ".join([*_host(), os.readlink("/proc/self/ns/net")]) if supported() else os.uname().nodename
+
+
 class Run:
     """The run that this process is in."""
 
