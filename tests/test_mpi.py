@@ -44,7 +44,7 @@ def run() -> Callable[..., Done]:
 
     @cache
     def made(ranks: int, names: tuple[str, ...]) -> Done:
-        return started(ranks, "-m", "tests.mpi_ranks", *names)
+        return started(ranks, "-m", "tests.backend_ranks", *names)
 
     return made
 
@@ -96,7 +96,7 @@ def test_a_long_exchange_takes_not_much_longer_than_a_gather(run: Callable[..., 
 @pytest.mark.parametrize("seed", range(2, 12))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_calls_over_mpi_are_those_of_one_process(seed: int, ranks: int) -> None:
-    done = started(ranks, "-m", "tests.mpi_ranks", "calls", SEED=str(seed))
+    done = started(ranks, "-m", "tests.backend_ranks", "calls", SEED=str(seed))
     assert done.stdout.count("calls is right") == ranks, done.stderr
 
 
@@ -107,7 +107,7 @@ def test_a_call_that_another_rank_does_not_make_ends_after_the_timeout(run: Call
 
 @pytest.mark.parametrize("backend", ["mpi4py", "gloo"])
 def test_an_uncaught_error_ends_the_ranks_that_wait(backend: str) -> None:
-    done = started(2, "-m", "tests.mpi_ranks", "uncaught", BACKEND=backend)
+    done = started(2, "-m", "tests.backend_ranks", "uncaught", BACKEND=backend)
     assert done.returncode != 0
     assert "ValueError: of rank 0" in done.stderr
     assert "until the timeout" not in done.stdout

@@ -1,9 +1,9 @@
-"""Several hosts on one machine: network namespaces, joined by a wire that delays and counts packets.
+"""Several hosts on one machine: network namespaces, joined by a wire that delays, slows down and counts packets.
 
 $ sudo python -m tools.hosts --hosts 4 --delay 10 script.py ARGUMENTS     # on one rank of each host, by torchrun
 
 Each namespace has one TUN device, and a process hands packets from one to the other after the delay. It needs Linux,
-root and /dev/net/tun. In a script, `wire()` sets the delay and reads the counts while the ranks run.
+root and /dev/net/tun. In a script, `wire()` sets the delay and the rate and reads the counts while the ranks run.
 """
 
 from __future__ import annotations
@@ -64,6 +64,15 @@ class Wire:
     @delay.setter
     def delay(self, milliseconds: float) -> None:
         self._words[0] = round(milliseconds * 1000)
+
+    @property
+    def rate(self) -> int:
+        """Bytes that a host can send in a second; 0: as many as this machine carries."""
+        return self._words[2]
+
+    @rate.setter
+    def rate(self, bytes_per_second: int) -> None:
+        self._words[2] = bytes_per_second
 
     @property
     def payload(self) -> int:
@@ -194,6 +203,7 @@ def _ip(*arguments: str) -> str:
 def _carry(devices: Sequence[int], file: Path) -> None:
     """Hand packets on until this process is ended."""
     counters, order = Wire(file), itertools.count()
+    free = [0.0] * len(devices)  # when each host can send its next packet
     pending: list[tuple[float, int, int, bytes]] = []
     while True:
         now = time.monotonic()
@@ -203,11 +213,15 @@ def _carry(devices: Sequence[int], file: Path) -> None:
                 os.write(target, packet)
         wait = max(pending[0][0] - now, 0) if pending else None
         for device in select.select(devices, [], [], wait)[0]:
+            source = devices.index(device)
             for packet in _packets(device):
                 target = packet[19] - 1
                 if packet[0] >> 4 == 4 and target in range(len(devices)):
                     counters.add(_payload(packet))
-                    due = time.monotonic() + counters.delay / 1000
+                    free[source] = max(time.monotonic(), free[source])
+                    if counters.rate:
+                        free[source] += len(packet) / counters.rate
+                    due = free[source] + counters.delay / 1000
                     heapq.heappush(pending, (due, next(order), devices[target], packet))
 
 

@@ -106,8 +106,8 @@ HOST = Variable(
     "GRADMESH_HOST",
     default="",
     expected="a name",
-    meaning="for the hosts backend: the host that this rank is on, the same for ranks that share memory; by default the "
-    "name of the machine with its PID and network namespaces",
+    meaning="for the hosts backend: the host that this rank is on, the same for ranks that share memory; by default "
+    "the name of the machine with its PID and network namespaces",
     parse=str.strip,
 )
 RECYCLE = Variable(

@@ -26,7 +26,7 @@ _register_lock = threading.Lock()
 
 
 def register() -> None:
-    """Register the backends of processes with torch.distributed; idempotent. A module is imported with its first group."""
+    """Register the backends of processes with torch.distributed; idempotent. Their modules are imported on use."""
     with _register_lock:
         for name, module in (("shm", "shm"), ("hosts", "hosts"), ("mpi4py", "mpi")):
             if not hasattr(dist.Backend, name.upper()):

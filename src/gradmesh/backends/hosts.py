@@ -21,8 +21,7 @@ import datetime
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,13 +44,14 @@ from gradmesh.backends.own_group import (
     Tensors,
     apart,
     averaged,
+    first_line,
     fold,
     in_mode_of,
     introduced,
     joined,
+    not_responding,
     operand,
     promised,
-    responds,
     spread,
     timed_out_text,
     timeout_of_group,
@@ -65,8 +65,15 @@ from gradmesh.ops.transport import bytes_of
 
 __all__ = ["DIRECT", "HostsGroup", "Place", "create"]
 
-DIRECT = 1 << 16
+DIRECT = 1 << 12
 """Bytes of a rank's operand up to which every rank sends directly to every other."""
+
+_LOOK, _GRACE = 0.5, 1.5
+"""Seconds between two looks whether a rank has failed, and seconds that the others then get to respond."""
+_REASONS = 4
+"""How many ranks an error quotes."""
+_PIECE = 1 << 20
+"""Bytes of an all-reduce that are added inside each host while the piece before is between hosts."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,14 @@ def create(options: Any, _backend_options: object) -> Any:
     """A group; torch.distributed calls this on its members."""
     timeout = timeout_of_group(options.timeout)
     own = HOST.read() or host_name()
+    if not shm.available():
+        own = f"{own} {options.group_rank}"  # a host of its own
     place = Place.of(introduced(options, "host of rank", own, timeout), options.group_rank)
     if len(place.ranks) == 1 and shm.available():
         return shm.create(options, None)
     # A store outlives a group, and a later one may have its name.
     store = PrefixStore(f"life {options.store.add(f'lives of {options.group_rank}', 1)}", options.store)
-    if not place.even or not shm.available():
+    if not place.even:
         return _gloo(store, "all", options.group_rank, options.group_size, timeout)
     names = list(options.global_ranks_in_group) or list(range(options.group_size))
     return HostsGroup(store, options.group_rank, names, place, timeout, options.group_id)
@@ -132,33 +141,32 @@ class _Work(OwnWork):
 
     def __init__(self, group: HostsGroup, result: object, shown: Shown) -> None:
         super().__init__(result)
-        self.ended: Future[None] = Future()
-        self._group, self._shown = group, shown
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self.group, self.shown = group, shown
 
     @override
     def is_over(self) -> bool:
-        return self.ended.done()
+        return self.ended.is_set()
 
     @override
     def exception(self) -> BaseException | None:
-        return self.ended.exception() if self.ended.done() else None
+        return self.error
 
     @override
     def finish(self, seconds: float | None) -> None:
-        try:
-            self.ended.result(seconds)
-        except NotInTime as error:
-            if self.ended.done():
-                raise
+        if not self.ended.wait(seconds):
             late = DeadlockError.of(
                 timed_out_text((), seconds or 0),
-                op=self._shown(),
-                axis=self._group.shown(),
+                op=self.shown(),
+                axis=self.group.shown(),
                 expected="the same call on every rank of the group",
                 remedy="check the other ranks for an exception, an early return or a different collective",
             )
-            self._group.fail(late)
-            raise late from error
+            self.group.fail(late)
+            raise late
+        if self.error is not None:
+            raise self.error
 
     @override
     def get_future(self) -> torch.futures.Future[Any]:
@@ -226,15 +234,16 @@ class HostsGroup(FlatGroup):
         self._flat = _gloo(store, "all", rank, len(names), timeout)
         self._rail = _gloo(store, f"rail {place.lane}", place.host, len(place.ranks), timeout)
         members = [names[member] for member in place.ranks[place.host]]
+        inner = f"{name}, host {place.names[place.host]}"
         segment = Segment(
             PrefixStore(f"host {place.host}", store),
             place.lane,
             len(members),
             members,
             timeout.total_seconds(),
-            name,
+            inner,
         )
-        self._inner = ShmGroup(segment, timeout, f"{name}, host {place.names[place.host]}")
+        self._inner = ShmGroup(segment, timeout, inner)
         self._thread = ThreadPoolExecutor(1, f"gradmesh group {name}")
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._pending = self._number = 0
@@ -291,7 +300,7 @@ class HostsGroup(FlatGroup):
         def make() -> None:
             with torch.inference_mode(inference):
                 for waited in steps:
-                    waited.wait()
+                    self._wait(waited)
 
         error: BaseException | None = self._failed
         try:
@@ -303,43 +312,49 @@ class HostsGroup(FlatGroup):
         finally:
             with self._lock:
                 self._pending -= 1
-            if error is None:
-                work.ended.set_result(None)
-            else:
-                work.ended.set_exception(error)
+            work.error = error
+            work.ended.set()
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a step, or until another rank has failed: what it does not send, Gloo would wait for."""
+        while not isinstance(work, OwnWork):
+            try:
+                work.wait(datetime.timedelta(seconds=_LOOK))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                if self._failed is not None or self._store.check(["failed"]):
+                    raise
+        work.wait()
 
     def _named(self, error: RuntimeError, work: _Work) -> BaseException:
-        """The error with the ranks that did not respond, if it is Gloo's."""
+        """The error with the ranks that did not respond, or why others failed, if it is none of gradmesh's."""
         if isinstance(error, GradmeshError):
             return error
-        late = unresponsive(self._store, self.place, self.count)
-        if not late:
-            return AbortedError.of(
-                "the connection to another host failed",
-                op=work._shown(),
-                axis=self.shown(),
-                got=str(error).splitlines()[0],
-                remedy="check the first error of the other ranks",
-            )
-        hosts = [
-            f"host {name} (all of its ranks)"
-            for name, ranks in zip(self.where.names, self.where.ranks, strict=True)
-            if set(ranks) <= set(late)
-        ]
-        named = ", ".join(str(self._names[rank]) for rank in late)
-        return AbortedError(
-            str(
-                AbortedError.of(
-                    f"rank{'s' * (len(late) > 1)} {named} did not respond"
-                    + (f": {', '.join(hosts)}" if hosts else ""),
-                    op=work._shown(),
-                    axis=self.shown(),
-                    expected="every rank of the group makes this call",
-                    got=str(error).splitlines()[0],
-                    remedy="check whether that rank raised, exited or is busy elsewhere, and whether its host is up",
+        reasons = []
+        with contextlib.suppress(RuntimeError):  # the store may be on the host that is gone
+            self._store.set("failed", "")
+            late = unresponsive(self._store, self.place, self.count, _GRACE)
+            if late:
+                hosts = zip(self.where.names, self.where.ranks, strict=True)
+                gone = ", ".join(f"host {name}" for name, ranks in hosts if set(ranks) <= set(late))
+                return not_responding(
+                    [self._names[rank] for rank in late],
+                    error,
+                    self.shown(),
+                    work.shown(),
+                    f" ({gone}, with all of its ranks)" if gone else "",
                 )
-            ),
-            rank=self._names[late[0]],
+            for rank, name in enumerate(self._names):
+                if self._store.check([key := f"why/{rank}"]):
+                    reasons.append(f"rank {name}: {self._store.get(key).decode()}")
+        return AbortedError.of(
+            "another rank has failed",
+            op=work.shown(),
+            axis=self.shown(),
+            got="\n".join([*reasons[:_REASONS], first_line(error)]),
+            remedy="check the first error of the other ranks",
         )
 
     def _check_alive(self, shown: Callable[[], str]) -> None:
@@ -348,7 +363,7 @@ class HostsGroup(FlatGroup):
                 "an earlier call on this group failed, or the group was destroyed",
                 op=shown(),
                 axis=self.shown(),
-                got=str(self._failed).splitlines()[0],
+                got=first_line(self._failed),
                 remedy="end the program, or destroy the process group and create another one",
             )
 
@@ -359,9 +374,11 @@ class HostsGroup(FlatGroup):
                 return
             self._failed = error
         with contextlib.suppress(RuntimeError):  # the store may be on the host that is gone
-            responds(self._store, self.place)
-        for group in (self._inner, self._rail, self._flat):
-            group.abort()
+            if not isinstance(error, AbortedError):
+                self._store.set(f"why/{self.place}", first_line(error))
+            self._store.set(f"lost/{self.place}", "")
+            self._store.set("failed", "")
+        self._inner.abort()
 
     @override
     def shutdown(self) -> None:
@@ -449,14 +466,21 @@ class HostsGroup(FlatGroup):
         lanes = len(self.where.ranks[0])
         missing = -flat.numel() % lanes
         whole = torch.cat([flat, flat[:missing]]) if missing else flat
-        parts = whole.view(lanes, -1).unbind(0)
-        mine = torch.empty_like(parts[0])
-        yield self._inside(
-            call, [mine], partial(ShmGroup._reduce_scatter, out=mine, given=parts, op=_summed(op))
-        )
-        yield from self._over_the_rail(mine, _summed(op))
-        self._averaged(op, mine)
-        yield self._inside(call, parts, partial(ShmGroup._all_gather_lists, taken=parts, given=mine))
+        pieces = whole.split(-(-_PIECE // (whole.element_size() * lanes)) * lanes)
+        begun = []
+        for piece in pieces:
+            parts = piece.view(lanes, -1).unbind(0)
+            mine = torch.empty_like(parts[0])
+            yield self._inside(
+                call, [mine], partial(ShmGroup._reduce_scatter, out=mine, given=parts, op=_summed(op))
+            )
+            rail = self._over_the_rail(mine, _summed(op))
+            begun.append((parts, mine, rail, next(rail)))  # goes on while the next piece is added
+        for parts, mine, rail, sending in begun:
+            yield sending
+            yield from rail
+            self._averaged(op, mine)
+            yield self._inside(call, parts, partial(ShmGroup._all_gather_lists, taken=parts, given=mine))
         if missing:
             flat.copy_(whole[: flat.numel()])
 
@@ -499,17 +523,11 @@ class HostsGroup(FlatGroup):
     @override
     def _broadcast(self, call: _Call, flat: Tensor, root: int) -> Steps:
         if _size(flat) <= DIRECT:
-            nothing = flat[:0]
-            given = [flat if self.place == root else nothing] * self.count
-            yield from self._exchange(
-                call, [flat if rank == root else nothing for rank in range(self.count)], given
-            )
+            yield _broadcast(self._flat, flat, root)
             return
         host, lane = self.where.find(root)
         if lane == self.where.lane:
-            options = dist.BroadcastOptions()
-            options.rootRank = host
-            yield self._rail.broadcast([bytes_of(flat)], options)
+            yield _broadcast(self._rail, flat, host)
         yield self._inside(call, [flat], partial(ShmGroup._broadcast, flat=flat, root=lane))
 
     @override
@@ -559,16 +577,20 @@ def _summed(op: str) -> str:
     return "SUM" if op == "AVG" else op
 
 
+def _broadcast(gloo: Any, flat: Tensor, root: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    work: dist.Work = gloo.broadcast([bytes_of(flat)], options)
+    return work
+
+
 def _exchange(gloo: Any, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
     """Send to each rank of a group its tensor, and receive one from each."""
     whole = joined(taken)
     sent = apart(joined(given), whole)
     exchange = getattr(gloo, "alltoall_base", None) or gloo.all_to_all_single
-    yield exchange(
-        bytes_of(whole),
-        bytes_of(sent),
-        list(map(_size, taken)),
-        list(map(_size, given)),
-        dist.AllToAllOptions(),
-    )
+    sizes = [list(map(_size, flats)) for flats in (taken, given)]
+    if len({*sizes[0], *sizes[1]}) == 1:
+        sizes = [[], []]  # equal ones
+    yield exchange(bytes_of(whole), bytes_of(sent), *sizes, dist.AllToAllOptions())
     spread(whole, taken)

@@ -1219,23 +1219,49 @@ def introduced(options: Any, backend: str, own: str, timeout: datetime.timedelta
     return [options.store.get(key).decode() for key in keys]
 
 
-_GRACE, _POLL = 0.4, 0.02
-"""Seconds that the other ranks get to respond, as they notice a lost connection nearly at the same time; of a poll."""
+_POLL = 0.02
+"""Seconds between two looks for ranks that respond."""
 
 
-def responds(store: Any, rank: int) -> None:
-    """Let the other ranks of a group see that this one has noticed a failure."""
-    store.set(f"lost/{rank}", "1")
-
-
-def unresponsive(store: Any, rank: int, size: int) -> list[int]:
-    """The other ranks of a group that do not respond after a failure; empty if its store is gone."""
+def unresponsive(store: Any, rank: int, size: int, grace: float) -> list[int]:
+    """The other ranks of a group that do not respond within seconds of a failure; empty if its store is gone."""
     with contextlib.suppress(Exception):
-        responds(store, rank)
+        store.set(f"lost/{rank}", "1")
         missing = [other for other in range(size) if other != rank]
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + grace
         while missing and time.monotonic() < deadline:
             time.sleep(_POLL)
             missing = [other for other in missing if not store.check([f"lost/{other}"])]
         return missing
     return []
+
+
+def not_responding(
+    names: Sequence[int], error: BaseException, axis: str, call: str | None = None, where: str = ""
+) -> AbortedError:
+    """The error for ranks that did not respond after the backend failed.
+
+    Args:
+        names: their global ranks.
+        error: of the backend.
+        axis: the group.
+        call: that was made.
+        where: further words on these ranks.
+    """
+    ranks = ", ".join(map(str, names))
+    return AbortedError(
+        message(
+            f"rank{'s' * (len(names) > 1)} {ranks} did not respond{where}, and the backend failed",
+            op=call,
+            axis=axis,
+            expected="every rank of the axis makes this call",
+            got=first_line(error),
+            remedy=f"check whether that rank raised, exited or is busy elsewhere; otherwise {RETURNED_REMEDY}",
+        ),
+        rank=names[0],
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(error).partition("\n")[0]

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from gradmesh._util.environment import VARIABLES
+from gradmesh._util.environment import VARIABLES, missing
 from gradmesh.backends import shm
 
 
@@ -44,13 +44,17 @@ def backends() -> dict[str, str | None]:
     True
     """
     without = "torch was built without it"
+    gloo = None if dist.is_gloo_available() else without
+    needs = None if shm.available() else "needs Linux on x86-64 or aarch64"
     nccl = None if torch.cuda.is_available() else "no GPU"
     return {
-        "shm": None if shm.available() else "needs Linux on x86-64 or aarch64",
+        "shm": needs,
         "threads": None,
-        "gloo": None if dist.is_gloo_available() else without,
+        "gloo": gloo,
+        "hosts": needs or gloo,
         "nccl": nccl if dist.is_nccl_available() else without,
         "mpi": None if dist.is_mpi_available() else without,
+        "mpi4py": None if not missing("mpi") else "pip install 'gradmesh[mpi]'",
     }
 
 

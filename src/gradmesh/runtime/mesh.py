@@ -35,9 +35,10 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     every verb works and differentiates. Calling it again does nothing.
 
     Args:
-        backend: a torch.distributed backend; by default `shm` for CPU tensors if all ranks are on this host (as
-            LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), `mpi4py` under MPI, otherwise `gloo`. With a GPU, by
-            default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
+        backend: a torch.distributed backend; by default, or with "auto", `shm` for CPU tensors if all ranks are on this
+            host (as LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), `mpi4py` under MPI, `hosts` if torchrun starts
+            several ranks on each of several hosts (GROUP_WORLD_SIZE), otherwise `gloo`. With a GPU, by default `gloo`
+            for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
         timeout: seconds that a collective waits for the other ranks. Pass a longer one if a rank may compute for longer
             while others wait for it.
 
@@ -63,8 +64,9 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
             got=f"timeout={timeout!r}",
             remedy="pass the seconds that a rank waits for the others, such as timeout=300",
         )
-    from gradmesh.backends import mpi, shm
+    from gradmesh.backends import mpi
 
+    backend = None if backend == "auto" else backend
     cuda = torch.cuda.is_available()
     limit = datetime.timedelta(seconds=timeout)
     if mpi.launched():
@@ -74,7 +76,7 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
         chosen = backend or ("cpu:gloo,cuda:nccl" if cuda else "mpi4py")
         dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=limit)
         return
-    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else shm.default() if _on_one_host() else "gloo")
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else _for_cpus())
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -95,12 +97,16 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     dist.init_process_group(backend, timeout=limit)
 
 
-def _on_one_host() -> bool:
-    """Whether all ranks run on this host, according to the environment; the same on every rank."""
+def _for_cpus() -> str:
+    """The default backend for CPU tensors, according to the environment; the same on every rank."""
+    from gradmesh.backends import shm
+
     size = os.environ.get("WORLD_SIZE", "1")
-    local = os.environ.get("LOCAL_WORLD_SIZE") == size
     loopback = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
-    return local or loopback
+    if os.environ.get("LOCAL_WORLD_SIZE") == size or loopback:
+        return shm.default()
+    hosts = os.environ.get("GROUP_WORLD_SIZE", size)
+    return "hosts" if hosts != size else "gloo"
 
 
 def world_group(op: str) -> dist.ProcessGroup:

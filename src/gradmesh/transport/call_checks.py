@@ -56,8 +56,8 @@ from torch import Tensor
 from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
-from gradmesh.backends.own_group import FLAGS, RETURNED_REMEDY, CallCheck, unresponsive
-from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
+from gradmesh.backends.own_group import FLAGS, CallCheck, not_responding, unresponsive
+from gradmesh.errors import CheckWarning, GradmeshError, MismatchError, message
 from gradmesh.ops.transport import bytes_of, dense
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import rank_state
@@ -949,6 +949,10 @@ _ELSEWHERE = (
 _SPOILT = "find the operation that produced it on that rank, for example with torch.autograd.detect_anomaly()"
 
 
+_GRACE = 0.4
+"""Seconds that the other ranks get to respond; they notice a lost connection at nearly the same time."""
+
+
 @contextlib.contextmanager
 def failed_ranks_named(axis: Axis) -> Iterator[None]:
     """Turn a backend error in this block into one that names the ranks which did not respond.
@@ -964,22 +968,8 @@ def failed_ranks_named(axis: Axis) -> Iterator[None]:
         missing: list[int] = []
         with contextlib.suppress(Exception):  # the group has no store
             store: Any = axis.group.get_group_store()
-            missing = unresponsive(store, axis.rank, axis.size)
+            missing = unresponsive(store, axis.rank, axis.size, _GRACE)
         if not missing:
             raise
-        raise _error(axis, missing, error) from error
-
-
-def _error(axis: Axis, missing: list[int], error: RuntimeError) -> AbortedError:
-    ranks = axis.global_ranks
-    names = ", ".join(str(ranks[rank]) for rank in missing)
-    return AbortedError(
-        message(
-            f"rank{'s' * (len(missing) > 1)} {names} did not respond, and the backend failed",
-            axis=str(axis),
-            expected="every rank of the axis makes this call",
-            got=str(error).splitlines()[0],
-            remedy=f"check whether that rank raised, exited or is busy elsewhere; otherwise {RETURNED_REMEDY}",
-        ),
-        rank=ranks[missing[0]],
-    )
+        ranks = axis.global_ranks
+        raise not_responding([ranks[rank] for rank in missing], error, str(axis)) from error

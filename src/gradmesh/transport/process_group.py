@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import functional
-from gradmesh.backends.own_group import FLAGS, OwnGroup, OwnWork
+from gradmesh.backends.own_group import FLAGS, FlatGroup, OwnGroup, OwnWork
 from gradmesh.ops.transport import Transport, as_flat, bytes_of, dense, flattened
 from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis
@@ -319,9 +319,9 @@ class TorchGroup(GroupTransport):
     ) -> Tensor:
         """`reduce_scatter_single` on devices, where all lengths are equal and the backend can add.
 
-        On the CPU an exchange and a local sum: Gloo's reduce_scatter sends the bytes of an all_reduce.
+        With Gloo an exchange and a local sum, since its reduce_scatter sends the bytes of an all_reduce.
         """
-        if flat.is_cpu or flat.dtype not in CARRIED or (not even and len(set(counts)) > 1):
+        if self._on_gloo(flat) or flat.dtype not in CARRIED or (not even and len(set(counts)) > 1):
             return super().sum_and_scatter(flat, counts, shape, even=even)
         self._agree()
         out = self.room(flat, shape)
@@ -391,7 +391,11 @@ class TorchGroup(GroupTransport):
 
     def _directly(self, x: Tensor) -> bool:
         """Whether an all-to-all is the fastest way to send an operand to all ranks."""
-        return x.is_cpu and x.numel() * x.dtype.itemsize <= _DIRECT
+        return self._on_gloo(x) and x.numel() * x.dtype.itemsize <= _DIRECT
+
+    def _on_gloo(self, x: Tensor) -> bool:
+        """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
+        return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
 
     def _agree_with(self, flat: Tensor, to: int | None = None) -> Tensor | None:
         """Compare the ranks' calls, and send an operand with the check if it is short.

@@ -1,4 +1,4 @@
-"""What a rank of tests/test_mpi.py does: `mpirun -n 2 python -m tests.mpi_ranks NAME ...`."""
+"""What a rank of test_mpi.py and test_hosts.py does: `mpirun -n 2 python -m tests.backend_ranks NAME ...`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import random
+import signal
 import sys
 import time
 import warnings
@@ -22,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
+from gradmesh.backends.hosts import HostsGroup
+from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.errors import AbortedError
 from gradmesh.ops.registry import REGISTRY
 from tests import contract
@@ -60,7 +63,7 @@ class Drawn:
 
     def call(self) -> None:
         """Begin one call."""
-        rows = self.draw.choice((0, 1, 3, 7, 5000))
+        rows = self.draw.choice((0, 1, 3, 7, 5000, 90001))
         kind = self.draw.choice(
             ("all_reduce", "broadcast", "all_gather", "gathered", "scattered", "exchange", "reduce")
         )
@@ -344,15 +347,106 @@ def uncaught() -> None:
             print("waited until the timeout", flush=True)
 
 
+def layouts() -> None:
+    """A group of one host is one of shm; one whose hosts have different numbers of ranks is one of Gloo."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert isinstance(dist.group.WORLD, HostsGroup)
+    for ranks, kind in ((range(size // 2), ShmGroup), (range(1, size), dist.ProcessGroup)):
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            assert type(group) is kind
+            x = torch.full((5000,), float(rank))
+            dist.all_reduce(x, group=group)
+            assert x.eq(sum(ranks)).all()
+
+
+def messages() -> None:
+    """Messages are of Gloo: in both directions at once, of any rank, and into memory that is not contiguous."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = torch.zeros(3, 2).t()
+    ops = [
+        dist.P2POp(dist.isend, torch.full((2, 3), float(rank)), (rank + 1) % size),
+        dist.P2POp(dist.irecv, out, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert out.eq((rank - 1) % size).all()
+    if rank:
+        dist.send(torch.full((2,), float(rank)), 0)
+    else:
+        found = torch.zeros(size - 1, 2)
+        senders = [dist.recv(row) for row in found]
+        assert sorted(senders) == list(range(1, size))
+        assert found[:, 0].tolist() == senders
+    with pytest.raises(gm.MismatchError):
+        if rank == 0:
+            gm.send(torch.ones(3), to=1)
+            gm.recv(torch.ones(2), source=1)
+        elif rank == 1:
+            gm.send(torch.ones(3), to=0)
+            gm.recv(torch.ones(2), source=0)
+        else:
+            raise gm.MismatchError
+
+
+def futures() -> None:
+    """A future has the result, and an error ends all calls that are pending."""
+    rank = dist.get_rank()
+    works = [dist.all_reduce(torch.full((n,), 1.0), async_op=True) for n in (3, 70_000)]
+    found = [work.get_future().then(lambda done: done.value()[0].sum().item()).wait() for work in works]
+    assert found == [3.0 * dist.get_world_size(), 70_000.0 * dist.get_world_size()]
+    assert all(work.is_completed() for work in works)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    if rank:
+        works = [dist.all_reduce(torch.ones(9), group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            with pytest.raises(AbortedError):
+                work.wait()
+    dist.barrier()
+
+
+def differ() -> None:
+    """Ranks of a host that make different calls say so on all hosts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    error = gm.MismatchError if rank >= size // 2 else AbortedError
+    with pytest.raises(error, match="the ranks made different calls"):
+        dist.all_reduce(torch.ones(90_000 + (rank == size - 1)), group=group)
+    with pytest.raises(AbortedError, match="an earlier call on this group failed"):
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+
+
+def lost() -> None:
+    """Ranks that are killed are named by all others, and the group says so afterwards."""
+    killed = os.environ["LOST"].split(",")
+    x = torch.ones(int(os.environ["NUMBERS"]))
+    dist.all_reduce(x)
+    if str(dist.get_rank()) in killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(AbortedError) as raised:
+        dist.all_reduce(x)
+    seconds, said = time.monotonic() - begin, str(raised.value).splitlines()[0]
+    assert seconds < 20
+    assert all(rank in said for rank in killed)
+    assert raised.value.rank == int(killed[0])
+    with pytest.raises(AbortedError, match="an earlier call on this group failed"):
+        dist.barrier()
+    print(f"named in {seconds:.1f} s: {said}\n", end="", flush=True)
+    if dist.get_rank() == 0:  # which has the store
+        time.sleep(3)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     backend = os.environ.get("BACKEND", "mpi4py")
-    if backend == "hosts" and "ON_ONE_HOST" in os.environ:  # which is then two
-        half = int(os.environ["WORLD_SIZE"]) // 2
-        os.environ["GRADMESH_HOST"] = f"host-{int(os.environ['RANK']) // half}"
+    if "HOSTS" in os.environ:  # this one counts as so many
+        each = int(os.environ["WORLD_SIZE"]) // int(os.environ["HOSTS"])
+        os.environ["GRADMESH_HOST"] = f"host-{int(os.environ['RANK']) // each}"
     gm.init(None if backend == "mpi4py" else backend, timeout=60)
-    assert dist.get_backend() == backend
+    assert dist.get_backend() == {"auto": "hosts"}.get(backend, backend)
     for name in sys.argv[1:]:
         globals()[name]()
         print(f"{name} is right on rank {dist.get_rank()}\n", end="", flush=True)
