@@ -4,10 +4,10 @@
     python -m tools.torch_suite --backend shm --as gloo -k monitored_barrier
 
 The tests are those that torch's wheel brings in `torch.testing._internal.distributed.distributed_test`; they need the
-package `expecttest`, which the `dev` extra has. Three ranks run them: processes that are forked, threads for the
-`threads` backend, or processes that mpiexec starts for each test of `mpi4py`. As `gloo`, the tests run on Gloo too, and
-what Gloo fails or skips here is not asked of the backend. No wheel of torch has MPI; as `mpi`, every test counts that
-torch does not skip.
+package `expecttest`, which the `dev` extra has. Three ranks run them, four of `hosts`: processes that are forked,
+threads for the `threads` backend, or processes that mpiexec starts for each test of `mpi4py`. As `gloo`, the tests run
+on Gloo too, and what Gloo fails or skips here is not asked of the backend. No wheel of torch has MPI; as `mpi`, every
+test counts that torch does not skip.
 
 What is relied on besides public names: `distributed_test` reads BACKEND and WORLD_SIZE from the environment when it is
 imported, asks `TestDistBackend._run` to start a rank and `_barrier` to meet the others; `distributed_c10d` makes every
@@ -40,12 +40,13 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from benchmarks.speed import mpi
-from gradmesh.backends.own_group import PythonGroup
 
 torch_distributed: Any = dist
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
 RANKS = 3
+ON_HOSTS = 4
+"""The ranks of the `hosts` backend: two on each of two hosts, as it takes this machine for."""
 _ON_RANK = "GRADMESH_TORCH_SUITE_RANK"
 """Set where this is the main program of a rank of MPI: what torch takes the backend for, the test, and a file."""
 
@@ -58,6 +59,9 @@ _TAIL = 8000
 _DRAWS = "expects the same random numbers on every rank; threads share torch's default generator"
 SKIPPED: Mapping[str, Mapping[str, str]] = {
     "shm": {},
+    "hosts": {
+        "test_all_to_all_group": "makes a group of three ranks on two hosts: one of Gloo, which cannot do it",
+    },
     "mpi4py": {},
     "threads": {
         "test_DistributedDataParallelCPU.*": "trains a model that is a global of its module; threads share it",
@@ -146,7 +150,7 @@ def _begin(backend: str, name: str) -> None:
     _Side.folder = tempfile.TemporaryDirectory()
     os.environ.update(
         BACKEND=name,
-        WORLD_SIZE=str(RANKS),
+        WORLD_SIZE=str(ranks_of(backend)),
         INIT_METHOD=f"file://{_Side.folder.name}/init",
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(_LIMIT),
     )
@@ -156,6 +160,11 @@ def _begin(backend: str, name: str) -> None:
     os.dup2(_Side.said.fileno(), 2)
     _define(backend, name)
     _Side.case.setUpClass()
+
+
+def ranks_of(backend: str) -> int:
+    """How many ranks run the tests of a backend."""
+    return ON_HOSTS if backend == "hosts" else RANKS
 
 
 def _define(backend: str, name: str) -> None:
@@ -301,8 +310,12 @@ def _stand_in(ours: str, name: str) -> None:
 
     def helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         meant = backend in (ours, name)
+        if ours == "hosts" and rank is not None:
+            os.environ.setdefault(
+                "GRADMESH_HOST", f"host-{2 * rank // ON_HOSTS}"
+            )  # the first group is the world
         group, store = make(size, rank, ranks, dist.Backend(ours) if meant else backend, *args, **kwargs)
-        if meant and isinstance(group, PythonGroup):
+        if meant and isinstance(group, dist.ProcessGroup):
             c10d._world.pg_map[group] = (dist.Backend(name), store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(name)))
         return group, store
@@ -332,7 +345,7 @@ def main(backend: str, names: tuple[str, ...], pattern: str) -> None:
             of: run(of, name, pattern, _tell(of, name))
             for of in (("gloo",) if name == "gloo" else ()) + (backend,)
         }
-        click.echo(f"\n{backend} as {name}, torch {torch.__version__}, {RANKS} ranks\n")
+        click.echo(f"\n{backend} as {name}, torch {torch.__version__}, {ranks_of(backend)} ranks\n")
         click.echo(show(backend, sides[backend], sides.get("gloo")))
         bad |= {test: sides[backend][test] for test in failures(sides[backend], sides.get("gloo"))}
     for test, outcome in bad.items():

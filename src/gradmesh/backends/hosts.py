@@ -98,7 +98,7 @@ class Place:
         names = list(dict.fromkeys(said))
         ranks = [[other for other, name in enumerate(said) if name == host] for host in names]
         host = names.index(said[rank])
-        return Place([name.split()[0] for name in names], ranks, host, ranks[host].index(rank))
+        return Place([name.partition("\n")[0] for name in names], ranks, host, ranks[host].index(rank))
 
     @property
     def even(self) -> bool:
@@ -543,7 +543,9 @@ class HostsGroup(FlatGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        self._flat.monitored_barrier(timeout or datetime.timedelta(seconds=self.timeout), wait_all_ranks)
+        if timeout is None:
+            timeout = datetime.timedelta(seconds=self.timeout)
+        self._flat.monitored_barrier(timeout, wait_all_ranks)
 
     # -- point to point
 

@@ -512,8 +512,8 @@ def _host() -> list[str]:
 
 
 def host_name() -> str:
-    """This host among others: its name, and what distinguishes containers and network namespaces on one machine."""
-    return " ".join([*_host(), os.readlink("/proc/self/ns/net")]) if supported() else os.uname().nodename
+    """This host among others: a line with its name, and lines that distinguish containers and network namespaces."""
+    return "\n".join([*_host(), os.readlink("/proc/self/ns/net")]) if supported() else os.uname().nodename
 
 
 class Run:
