@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
+from benchmarks import hosts as hosts_benchmark
 from gradmesh.transport.process_group import INLINE
 from tools.hosts import Hosts, why_not
 
@@ -142,3 +145,18 @@ def test_packets_between_hosts_are_delayed_and_counted() -> None:
         names = hosts.names
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not [name for name in names if name in left]
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_cost_model_has_the_trips_and_bytes_of_calls_between_hosts(tmp_path: Path) -> None:
+    found = tmp_path / "cells.json"
+    command = ["-m", "benchmarks.hosts", "--hosts", "2", "--sizes", "4", "65536", "--rounds", "2"]
+    command += ["--json", str(found), "--verbs", "all_gather", "all_reduce"]
+    subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[1], check=True, capture_output=True)
+    cells = [cell for cell in json.loads(found.read_text()) if cell["system"] == "gradmesh"]
+    assert len(cells) == 8
+    for cell in cells:
+        model = hosts_benchmark.predicted(cell["verb"], cell["way"], cell["size"], 2)
+        assert model is not None
+        assert cell["bytes"] == pytest.approx(model["bytes"], rel=0.01)
+        assert cell["trips"] == pytest.approx(model["trips"], abs=1)

@@ -254,13 +254,13 @@ class GroupTransport(Transport):
         return packing.empty(shape, like.dtype, like.device)
 
 
-_HEAD = 16
+HEAD = 16
 """Bytes of the call check in the first message of a call: the digest, and whether the data follows it."""
 
 INLINE = 1008
 """Bytes for each rank that are sent with the call check: together less than a packet of Ethernet."""
 
-_DIRECT = 1 << 16
+DIRECT = 1 << 16
 """Bytes of a rank's operand up to which an all-to-all is faster than the ring or tree of the backend."""
 
 
@@ -391,7 +391,7 @@ class TorchGroup(GroupTransport):
 
     def _directly(self, x: Tensor) -> bool:
         """Whether an all-to-all is the fastest way to send an operand to all ranks."""
-        return self._on_gloo(x) and x.numel() * x.dtype.itemsize <= _DIRECT
+        return self._on_gloo(x) and x.numel() * x.dtype.itemsize <= DIRECT
 
     def _on_gloo(self, x: Tensor) -> bool:
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
@@ -466,15 +466,15 @@ class TorchGroup(GroupTransport):
 
     def _meet(self, own: int, fill: Callable[[Tensor], object] | None) -> tuple[list[int], Tensor | None]:
         """Exchange the first message: every rank's head, and its data unless a rank's is too long."""
-        sent = torch.zeros(self.axis.size, _HEAD + INLINE, dtype=torch.uint8, device="cpu")
-        sent[:, :_HEAD] = torch.tensor([own, fill is None], device="cpu").view(torch.uint8)
+        sent = torch.zeros(self.axis.size, HEAD + INLINE, dtype=torch.uint8, device="cpu")
+        sent[:, :HEAD] = torch.tensor([own, fill is None], device="cpu").view(torch.uint8)
         if fill is not None:
-            fill(sent[:, _HEAD:])
+            fill(sent[:, HEAD:])
         got, group, deferred = torch.empty_like(sent), self.axis.group, rank_state().deferred_check
         with failed_ranks_named(self.axis), _UNWATCHED if deferred is None else deferred.at_once(group):
             dist.all_to_all_single(got, sent, group=group)
-        heads, too_long = zip(*got[:, :_HEAD].view(torch.int64).tolist(), strict=True)
-        return list(heads), None if any(too_long) else got[:, _HEAD:]
+        heads, too_long = zip(*got[:, :HEAD].view(torch.int64).tolist(), strict=True)
+        return list(heads), None if any(too_long) else got[:, HEAD:]
 
     def _words(self, own: str) -> list[str]:
         words = [""] * self.axis.size

@@ -17,6 +17,18 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 | permute, send, recv | 1, n | 1, n | 1, n |
 | barrier | L, 0 | L, 0 | 1, 0 |
 
+`gloo` is what gradmesh sends over Gloo at check level 1. A round is a message and the notice of the receiver that it is
+ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of `HEAD` +
+`INLINE` bytes, which compares it and carries at most `INLINE` bytes for each rank. What is longer follows:
+
+| op | up to `DIRECT` bytes | above |
+|---|---|---|
+| all_gather | 1, s | W - 1, s |
+| reduce_scatter, all_to_all, gather, scatter, permute | 1, s | 1, s |
+| all_reduce | 2, s | 2 (W - 1), s |
+| broadcast | (1 + L) / 2, s | (1 + L) / 2, s |
+| reduce (roughly) | W - 1, s | W - 1, s |
+
 If two are given, the faster one counts. `direct` is for ranks that reach each other at once, as through one switch or
 in shared memory. A link may add a fixed time per call. Arithmetic of reductions is free, unless the link's bandwidth
 was fitted to include it.
@@ -35,6 +47,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gradmesh.errors import ArgumentError
+from gradmesh.transport.process_group import DIRECT, HEAD, INLINE
 
 if TYPE_CHECKING:
     from gradmesh.verify.simulator.trace import Event
@@ -99,11 +112,31 @@ def _log(size: int) -> int:
     return (size - 1).bit_length()
 
 
+MESSAGE = 144
+"""Bytes that Gloo adds to each message."""
+
+
+def _gloo(op: str, size: int, n: float, s: float) -> list[Cost]:
+    others = size - 1
+    meeting = others * (HEAD + INLINE + MESSAGE)
+    part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
+    if part <= INLINE:
+        return [(1, meeting)]
+    rounds, messages = {
+        "all_gather": (1 if n <= DIRECT else others, others),
+        "all_reduce": (2 if n <= DIRECT else 2 * others, 2 * others),
+        "broadcast": ((1 + _log(size)) / 2, others),
+        "reduce": (others, 1),
+    }.get(op, (1, others))
+    return [(1 + rounds, meeting + messages * MESSAGE + s)]
+
+
 ALGORITHMS: dict[str, Callable[[str, int, float, float], list[Cost]]] = {
     "fastest": lambda *of: _ring(*of) + _tree(*of),
     "ring": _ring,
     "tree": _tree,
     "direct": _direct,
+    "gloo": _gloo,
 }
 """For each algorithm, its possible costs from the op, the number of ranks, n and s; the lowest counts."""
 
@@ -121,7 +154,7 @@ def sent_evenly(op: str, size: int, payload: float) -> float:
     return payload * factors.get(op, 1)
 
 
-Algorithm = Literal["fastest", "ring", "tree", "direct"]
+Algorithm = Literal["fastest", "ring", "tree", "direct", "gloo"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +196,8 @@ class CostModel:
     Attributes:
         links: the link of every axis by name, or one for all. A group along several axes, such as the world of a mesh,
             has the largest latency and the smallest bandwidth of them.
-        algorithm: "ring", "tree", "direct", or "fastest" for the faster of ring and tree.
+        algorithm: "ring", "tree", "direct", "fastest" for the faster of ring and tree, or "gloo" for what gradmesh
+            sends over Gloo, where the latency is that of a message and a notice.
 
     Raises:
         ArgumentError: another algorithm.
