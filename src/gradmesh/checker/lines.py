@@ -103,7 +103,7 @@ def _summed(context: Context) -> set[int]:
     for event in reversed(context.events(0)):
         if isinstance(event, Sent) and event.kind in ("all_reduce", "reduce_scatter", "reduce"):
             found.update(event.ins)
-        elif isinstance(event, Op) and event.name.split(".")[1] in _MOVING and found.intersection(event.outs):
+        elif isinstance(event, Op) and event.base in _MOVING and found.intersection(event.outs):
             found.update(refs(event))
         elif isinstance(event, Alias) and event.id in found:
             found.add(event.of)

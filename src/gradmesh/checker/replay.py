@@ -301,7 +301,7 @@ def put_back(events: Sequence[Event]) -> frozenset[int]:
                 for number in event.outs:
                     made[number] = {source[n] for n in event.ins if n in source}
         elif isinstance(event, Op) and event.call is None:
-            name, taken = event.name.split(".")[1], refs(event)
+            name, taken = event.base, refs(event)
             if name == "detach" and taken[0] not in source:
                 detached.setdefault(taken[0], []).extend(event.outs)
                 source.update(dict.fromkeys(event.outs, taken[0]))
@@ -499,7 +499,7 @@ class Rank:
             known = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: known[0] for number in event.outs if known})
         self.tensors.update(zip(event.outs, results_of_operator(event, self.tensors), strict=True))
-        if self.continues and event.name.split(".")[1] in _PACKS and self.attached.keys() & set(refs(event)):
+        if self.continues and event.base in _PACKS and self.attached.keys() & set(refs(event)):
             made = results_of_operator(event, {**self.tensors, **self.attached})
             self.attached.update(zip(event.outs, made, strict=True))
 

@@ -97,6 +97,11 @@ class Op:
     site: int
     call: int | None
 
+    @property
+    def base(self) -> str:
+        """The name without its namespace and overload, as "mul"."""
+        return self.name.split(".")[1]
+
 
 @dataclass(slots=True)
 class Verb:
@@ -650,6 +655,13 @@ def refs(event: Event) -> list[int]:
     if isinstance(event, Op):
         return list(_refs((event.args, event.kwargs)))
     return []
+
+
+def makes(event: Event) -> Sequence[int]:
+    """The numbers of the tensors that an event makes, or writes to."""
+    if isinstance(event, (ProgramInput, Alias)):
+        return (event.id,)
+    return event.outs if isinstance(event, (Op, Sent)) else ()
 
 
 def _refs(value: Any) -> Iterator[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh.checker.findings import RULES, Finding, Place
 from gradmesh.checker.judging.parameters import Got, Segment, Truth
 from gradmesh.checker.replay import Again, scale_of
-from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
+from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, makes, refs
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Context:
             if isinstance(event, Alias):
                 scales[event.id] = scales.get(event.of, {1.0})
             elif isinstance(event, Op) and event.call is None:
-                passes = event.name.split(".")[1] in ("add", "mul", "div", "_to_copy")
+                passes = event.base in ("add", "mul", "div", "_to_copy")
                 terms = [scales[n] for n in refs(event) if n in scales] if passes else []
                 scales |= dict.fromkeys(event.outs, set[float]().union(*terms) or {1.0})
             elif isinstance(event, Over):
@@ -111,10 +111,7 @@ class Context:
         for event in self.events(rank):
             if made.intersection(refs(event)):
                 yield event
-                if isinstance(event, (Op, Sent)):
-                    made.update(event.outs)
-                elif isinstance(event, Alias):
-                    made.add(event.id)
+                made.update(makes(event))
 
     def taken(self, rank: int) -> set[str]:
         """The names of the frozen parameters and buffers that a loss of a rank depends on."""
@@ -221,10 +218,7 @@ def _reaches(events: Sequence[Event], numbers: Sequence[int]) -> bool:
         if isinstance(event, Over) and made.intersection(event.call.ins):
             made.update(number for number in event.call.outs if number is not None)
         if made.intersection(refs(event)):
-            if isinstance(event, (Op, Sent)):
-                made.update(event.outs, (views[number] for number in event.outs if number in views))
-            elif isinstance(event, Alias):
-                made.add(event.id)
+            made.update(makes(event), (views[number] for number in makes(event) if number in views))
     return False
 
 
@@ -252,12 +246,8 @@ def _makes(events: Sequence[Event], numbers: Iterable[int]) -> list[Event]:
     """Those of some events that make some tensors."""
     wanted, found = set(numbers), list[Event]()
     for event in reversed(events):
-        outs, ins = [], refs(event)
-        if isinstance(event, (ProgramInput, Alias)):
-            outs = [event.id]
-        elif isinstance(event, (Op, Sent)):
-            outs = event.outs
-        elif isinstance(event, Over):
+        outs, ins = makes(event), refs(event)
+        if isinstance(event, Over):
             ins, outs = ([n for n in each if n is not None] for each in (event.call.ins, event.call.outs))
         if wanted.intersection(outs):
             found.append(event)

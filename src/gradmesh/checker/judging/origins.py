@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.parameters import Got, in_double, near, ratio_of, tolerance
 from gradmesh.checker.replay import Rank, UnfaithfulError, results_of_operator, run_again
-from gradmesh.checker.trace import MOVES, Alias, Called, Event, Op, Over, ProgramInput, Ref, Sent, refs
+from gradmesh.checker.trace import MOVES, Alias, Called, Event, Op, Over, Ref, Sent, makes, refs
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ def _marked(context: Context, rank: int) -> tuple[list[Event], list[tuple[int, T
     part, begin = context.events(rank), context.segment.begins[rank]
     made: dict[int, int] = {}
     for at, event in enumerate(part):
-        for number in _makes(event):
+        for number in makes(event):
             made.setdefault(number, at)
     behind: dict[int, list[Event]] = {}
     marks: list[tuple[int, Tensor]] = []
@@ -164,12 +164,6 @@ def _marked(context: Context, rank: int) -> tuple[list[Event], list[tuple[int, T
     for at in range(len(part) + 1):
         found += [*behind.get(at, ()), *part[at : at + 1]]
     return found, marks
-
-
-def _makes(event: Event) -> Sequence[int]:
-    if isinstance(event, (ProgramInput, Alias)):
-        return (event.id,)
-    return event.outs if isinstance(event, (Op, Sent)) else ()
 
 
 def parting(context: Context, wrong: Sequence[Got]) -> Parting | None:
@@ -202,7 +196,7 @@ def first_not_finite(context: Context) -> tuple[int, int, str] | None:
             for ran in own.ran:
                 if any(bool(x.isnan().any()) for x, _ in (*ran.ins.values(), *ran.outs)):
                     taken = any(bool(x.isnan().any()) for x, _ in ran.ins.values())
-                    return rank, ran.op.site, f"{_name(ran.op)} {'takes' if taken else 'makes'} a NaN"
+                    return rank, ran.op.site, f"{ran.op.base} {'takes' if taken else 'makes'} a NaN"
         for rank, own in enumerate(had.ranks):
             edges = [
                 edge for ran in own.ran for _, edge in (*ran.outs, *ran.ins.values()) if edge is not None
@@ -217,14 +211,10 @@ def first_not_finite(context: Context) -> tuple[int, int, str] | None:
             ]
             for ran, (outs, ins) in zip(reversed(own.ran), reversed(states), strict=True):
                 if outs and all(outs) and not all(ins):
-                    return rank, ran.op.site, f"the backward of {_name(ran.op)} makes a NaN or an infinity"
+                    return rank, ran.op.site, f"the backward of {ran.op.base} makes a NaN or an infinity"
     except (UnfaithfulError, RuntimeError, KeyError):  # what the program had is not known
         return None
     return None
-
-
-def _name(op: Op) -> str:
-    return op.name.split(".")[1]
 
 
 @dataclass(slots=True)
@@ -291,7 +281,7 @@ def _moved(operators: Sequence[_Ran], numbers: Sequence[int]) -> set[int]:
     """Tensors and what only shows their entries in another way."""
     found = set(numbers)
     for ran in operators:
-        if ran.op.name.split(".")[1] in MOVES and found.intersection(refs(ran.op)):
+        if ran.op.base in MOVES and found.intersection(refs(ran.op)):
             found.update(ran.op.outs)
     return found
 
@@ -410,7 +400,7 @@ def revived(
     cut = [float((g * ~of).abs().max()) for g, of in zip(given, alive, strict=True)]
     rank, call = list(calls.items())[cut.index(max(cut))]
     op = _user(context, rank, [n for n in call.outs if n is not None])
-    return None if op is None or max(cut) == 0 else Revived(rank, op.site, op.name.split(".")[1])
+    return None if op is None or max(cut) == 0 else Revived(rank, op.site, op.base)
 
 
 _FAR = 256.0
@@ -430,7 +420,7 @@ def _user(context: Context, rank: int, numbers: Sequence[int]) -> Op | None:
         if isinstance(event, Alias) and event.of in made:
             made.add(event.id)
         elif isinstance(event, Op) and made.intersection(refs(event)):
-            if event.name.split(".")[1] not in _PLACES:
+            if event.base not in _PLACES:
                 return event
             made.update(event.outs)
     return None

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,12 @@ from gradmesh.checker.trace import (
     Sent,
     Step,
     Tape,
+    makes,
     nameless,
     refs,
 )
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -214,16 +217,21 @@ def near(a: Tensor, b: Tensor, rtol: float) -> bool:
     return a.shape == b.shape and (a.numel() == 0 or float((a - b).abs().max()) <= rtol * scale)
 
 
+def grouped(items: Iterable[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
+    """Items in groups: one is in the first group whose first item is like it."""
+    groups: list[list[T]] = []
+    for item in items:
+        group = next((group for group in groups if alike(item, group[0])), None)
+        if group is None:
+            groups.append([item])
+        else:
+            group.append(item)
+    return groups
+
+
 def copies_of(values: Sequence[Tensor]) -> list[list[int]]:
     """Which of some ranks' tensors are the same."""
-    groups: list[list[int]] = []
-    for at, x in enumerate(values):
-        group = next((g for g in groups if near(x, values[g[0]], 1e-6)), None)
-        if group is None:
-            groups.append([at])
-        else:
-            group.append(at)
-    return groups
+    return grouped(range(len(values)), lambda a, b: near(values[a], values[b], 1e-6))
 
 
 def _terms(rank: Rank) -> list[Tensor]:
@@ -605,15 +613,9 @@ def _may_be_elsewhere(group: Sequence[Part], by_name: dict[str, list[Part]]) -> 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     """Parts whose values are the same: one parameter."""
-    groups: list[list[Part]] = []
-    for part in (part for part in parts if not part.param.whole):
-        for group in groups:
-            first = group[0].param
-            if near(part.param.value, first.value, 1e-6):  # a displacement that is taken back leaves rounding
-                group.append(part)
-                break
-        else:
-            groups.append([part])
+    plain = [part for part in parts if not part.param.whole]
+    # A displacement that is taken back leaves rounding.
+    groups = grouped(plain, lambda a, b: near(a.param.value, b.param.value, 1e-6))
     return groups + _groups_of_meshes([part for part in parts if part.param.whole])
 
 
@@ -622,18 +624,14 @@ def _groups_of_meshes(parts: Sequence[Part]) -> list[list[Part]]:
     by_mesh: dict[str, list[Part]] = {}
     for part in parts:
         by_mesh.setdefault(str(part.param.mesh), []).append(part)
-    groups: list[tuple[Tensor | None, list[Part]]] = []
+    meshes: list[tuple[Tensor | None, list[Part]]] = []
     for own in by_mesh.values():
         first = own[0].param
         values = {part.rank: part.param.value for part in own}
         value = _assembled(first, first.placements, values, own[0].rank) if len(by_mesh) > 1 else None
-        for other, group in groups:
-            if value is not None and other is not None and torch.equal(value, other):
-                group.extend(own)
-                break
-        else:
-            groups.append((value, own))
-    return [group for _, group in groups]
+        meshes.append((value, own))
+    alike = grouped(meshes, lambda a, b: a[0] is not None and b[0] is not None and torch.equal(a[0], b[0]))
+    return [[part for _, own in group for part in own] for group in alike]
 
 
 def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
@@ -747,14 +745,12 @@ def _largest(x: Tensor) -> float:
 
 def _own_ratio(given: Sequence[Tensor], trues: Sequence[Tensor], tol: float) -> float | None:
     """What ranks that were given the same have of the gradient of a parameter of their own; None if it is not that."""
-    left, ratios = list(range(len(given))), list[float]()
-    while left:
-        alike = [at for at in left if near(given[at], given[left[0]], tol)]
+    ratios = list[float]()
+    for alike in grouped(range(len(given)), lambda a, b: near(given[a], given[b], tol)):
         ratio = ratio_of(given[alike[0]], torch.stack([trues[at] for at in alike]).sum(0), tol)
         if ratio is None:
             return None
         ratios.append(ratio)
-        left = [at for at in left if at not in alike]
     return ratios[0]
 
 
@@ -792,7 +788,7 @@ def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: d
         elif isinstance(event, Alias) and event.of in summed:
             summed.add(event.id)
         elif isinstance(event, Op):
-            name, taken = event.name.split(".")[1], refs(event)
+            name, taken = event.base, refs(event)
             if set(part.ids).intersection(taken):
                 if "norm" in name:
                     return True
@@ -829,8 +825,8 @@ def _scales_norm(events: Sequence[Event], ids: Iterable[int], own: Iterable[int]
             for each in (apart, means, roots, normed, scaled):
                 each.difference_update(event.outs)
         elif isinstance(event, (Alias, Op)) and (taken := set(refs(event))):
-            outs = event.outs if isinstance(event, Op) else [event.id]
-            name = event.name.split(".")[1].rstrip("_") if isinstance(event, Op) else "alias"
+            outs = makes(event)
+            name = event.base.rstrip("_") if isinstance(event, Op) else "alias"
             if taken & scaled and taken & apart:
                 return False
             for each in (mine, means, roots, normed):
@@ -908,10 +904,8 @@ def behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
     """The tensors that are made of some, on one rank."""
     made = set(numbers)
     for event in events:
-        if isinstance(event, Alias) and event.of in made:
-            made.add(event.id)
-        elif isinstance(event, Op) and not made.isdisjoint(refs(event)):
-            made.update(event.outs)
+        if isinstance(event, (Alias, Op)) and not made.isdisjoint(refs(event)):
+            made.update(makes(event))
     return made
 
 

@@ -560,7 +560,7 @@ def _terms(context: Context, rank: int) -> list[tuple[int, float, int, bool]]:
     while todo and len(found) < 64:
         number, net, site, divided = todo.pop(0)
         op = made.get(number)
-        name, taken = ("", []) if op is None else (op.name.split(".")[1].rstrip("_"), refs(op))
+        name, taken = ("", []) if op is None else (op.base.rstrip("_"), refs(op))
         value = None if op is None else number_in(context, rank, op)
         if op is not None and name in ("mul", "div") and value:
             net *= value if name == "mul" else 1 / value
@@ -615,7 +615,7 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
             if op is None or not taken or number in seen:
                 break
             seen.add(number)
-            name = op.name.split(".")[1]
+            name = op.base
             value = number_in(context, rank, op)
             if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                 factor = 1 / value if name.startswith("div") else value
@@ -643,7 +643,7 @@ def _counts_all(
     inner, signs = made.get(number), ("aten.neg.default", "aten.mul.Tensor")
     while inner is not None and inner.name in signs and len(refs(inner)) == 1:
         inner = made.get(refs(inner)[0])
-    if inner is None or "sum" not in inner.name.split(".")[1]:
+    if inner is None or "sum" not in inner.base:
         return False
     summed = context.tensor(rank, refs(inner)[0])
     if summed is None or value == summed.numel():
@@ -654,9 +654,7 @@ def _counts_all(
 def _totals(context: Context, rank: int) -> set[float]:
     """What sums of one number over the ranks came to."""
     found, events = set(), context.events(rank)
-    changed = {
-        refs(e)[0] for e in events if isinstance(e, Op) and e.name.split(".")[1].endswith("_") and refs(e)
-    }
+    changed = {refs(e)[0] for e in events if isinstance(e, Op) and e.base.endswith("_") and refs(e)}
     for event in events:
         if isinstance(event, Sent) and event.kind == "all_reduce" and event.reduce in ("sum", ""):
             if event.total is not None:
@@ -777,7 +775,7 @@ def _mean_of(
         taken = refs(op) if op is not None else []
         if op is None or not taken:
             return None
-        name, x = op.name.split(".")[1], context.tensor(rank, taken[0])
+        name, x = op.base, context.tensor(rank, taken[0])
         if name == "nll_loss_forward" and op.args[3] == _MEAN_REDUCTION:
             x = context.tensor(
                 rank, op.outs[1]

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, listed, with_text
-from gradmesh.checker.judging.parameters import Got, Segment, copies_of, in_double, is_constant, is_sum, near
+from gradmesh.checker.judging.parameters import (
+    Got,
+    Segment,
+    copies_of,
+    grouped,
+    in_double,
+    is_constant,
+    is_sum,
+    near,
+)
 from gradmesh.checker.trace import (
     MOVES,
-    Alias,
     Annotation,
     Op,
     Param,
@@ -26,6 +34,7 @@ from gradmesh.checker.trace import (
     Step,
     Tape,
     label_stepped,
+    makes,
     refs,
 )
 
@@ -252,7 +261,7 @@ def masks(context: Context) -> list[Finding]:
         leaves = {e.id for e in context.events(rank) if isinstance(e, ProgramInput) and e.leaf}
         own: dict[tuple[str, str, int], _Masked] = {}
         for event in context.events(rank):
-            if not isinstance(event, Op) or event.name.split(".")[1] not in (
+            if not isinstance(event, Op) or event.base not in (
                 "mul",
                 "mul_",
                 "masked_fill",
@@ -310,8 +319,7 @@ def _is_of_a_call(context: Context, rank: int, at: Op) -> bool:
     events = context.events(rank)
     wanted = set(refs(at))
     for event in reversed(events[: next(n for n, each in enumerate(events) if each is at)]):
-        made = event.outs if isinstance(event, (Op, Sent)) else [event.id] if isinstance(event, Alias) else []
-        if wanted.intersection(made):
+        if wanted.intersection(makes(event)):
             if isinstance(event, Sent):
                 return True
             wanted.update(refs(event))
@@ -845,13 +853,7 @@ def _copies(steps: Sequence[Step]) -> Iterator[list[tuple[int, Param]]]:
             if param.grad is not None and param.settings is not None:
                 by_name.setdefault(param.name, []).append((rank, param))
     for parts in by_name.values():
-        groups: list[list[tuple[int, Param]]] = []
-        for part in parts:
-            group = next((each for each in groups if _is_copy(part[1], each[0][1])), None)
-            if group is None:
-                groups.append([part])
-            else:
-                group.append(part)
+        groups = grouped(parts, lambda a, b: _is_copy(a[1], b[1]))
         yield from (group for group in groups if len({rank for rank, _ in group}) > 1)
 
 
@@ -1003,7 +1005,7 @@ def _product(context: Context, rank: int, number: int) -> tuple[Tensor, str] | N
     for event in context.events(rank):
         taken = refs(event)
         if isinstance(event, Op):
-            name = event.name.split(".")[1]
+            name = event.base
             if operand is None and name in _PRODUCTS and made.intersection(taken):
                 others = [x for n in taken if n not in made and (x := context.tensor(rank, n)) is not None]
                 operand, after = (others[-1].detach() if others else None), set(event.outs)
