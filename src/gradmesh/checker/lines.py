@@ -20,19 +20,12 @@ _MOVING = {"view", "_unsafe_view", "clone", "detach", "alias", "transpose", "t",
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of the program makes.
+    """What a line of the program makes."""
 
-    Attributes:
-        place: which line.
-        type: of what it makes, over all ranks.
-        sends: the collective that it calls; "" for none.
-        takes: the lines, by their order, that made what it takes.
-    """
-
-    place: Place
-    type: Type
-    sends: str
-    takes: tuple[int, ...]
+    place: Place  # which line
+    type: Type  # of what it makes, over all ranks
+    sends: str  # the collective that it calls; "" for none
+    takes: tuple[int, ...]  # the lines, by their order, that made what it takes
 
 
 def lines_of(context: Context) -> list[Line]:

@@ -72,27 +72,16 @@ from gradmesh.type_inference.tracker import memory_of
 
 @dataclass(slots=True)
 class Known:
-    """What the recorder knows of a tensor.
+    """What the recorder knows of a tensor."""
 
-    Attributes:
-        id: its number on the tape.
-        active: whether a gradient passes to a parameter from it.
-        version: autograd's count of writes to data, when it was copied.
-        spoilt: whether it was written to where no gradients are followed.
-        leaf: whether it is a parameter.
-        received: whether another rank sent it.
-        given: of a parameter, what the tape has of it until it is used.
-        size: of a parameter, how many entries it had.
-    """
-
-    id: int
-    active: bool
-    version: int
-    spoilt: bool = False
-    leaf: bool = False
-    received: bool = False
-    given: ProgramInput | None = None
-    size: int = -1
+    id: int  # its number on the tape
+    active: bool  # whether a gradient passes to a parameter from it
+    version: int  # autograd's count of writes to data, when it was copied
+    spoilt: bool = False  # whether it was written to where no gradients are followed
+    leaf: bool = False  # whether it is a parameter
+    received: bool = False  # whether another rank sent it
+    given: ProgramInput | None = None  # of a parameter, what the tape has of it until it is used
+    size: int = -1  # of a parameter, how many entries it had
 
 
 _UNKNOWN = Known(-1, False, -1)
@@ -541,21 +530,15 @@ class Writing:
 
 @dataclass(slots=True)
 class Call:
-    """A collective or a message before it is made.
+    """A collective or a message before it is made."""
 
-    Attributes:
-        kind: as `Sent` has it.
-        ranks, name: of the group.
-        ins: what is handed in.
-        outs: where the result is written; None where the operator makes it.
-        reduce, root, tag, splits, verb: as `Sent` has them.
-    """
-
-    kind: str
+    kind: str  # as `Sent` has it
+    # ranks, name: of the group
     ranks: tuple[int, ...]
     name: str
-    ins: list[Tensor]
-    outs: list[Tensor] | None
+    ins: list[Tensor]  # what is handed in
+    outs: list[Tensor] | None  # where the result is written; None where the operator makes it
+    # reduce, root, tag, splits, verb: as `Sent` has them
     reduce: str = ""
     root: int = -1
     tag: int = 0
@@ -617,15 +600,10 @@ _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 @dataclass(slots=True)
 class PendingEvent:
-    """A collective or a message that is under way.
+    """A collective or a message that is under way."""
 
-    Attributes:
-        event: what the tape has of it.
-        cut: whether autograd follows what is handed in, and not what comes.
-    """
-
-    event: Sent
-    cut: bool
+    event: Sent  # what the tape has of it
+    cut: bool  # whether autograd follows what is handed in, and not what comes
 
 
 class Recorder(Numbering, DispatchMode):

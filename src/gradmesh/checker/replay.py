@@ -364,44 +364,33 @@ class UnpairedError(UnfaithfulError):
 
 @dataclass
 class Rank:
-    """One rank, run again.
+    """One rank, run again."""
 
-    Attributes:
-        tensors: by number, as they are now.
-        given: what Functions took and have overwritten, by the numbers of the call and of the tensor.
-        leaves: parameters by number, which gradients are asked for.
-        attached: of what the program detached, what it was before.
-        roots: where backwards began.
-        lost: what the recorder could not follow.
-        declared: tensors that the program declares terms of a sum over some ranks, though all of these have its value,
-            and what is made of them.
-        terms: those ranks, of a loss that is such a term.
-        shaken: how far the last bits of its parameters are changed, in units of a few of these; 0 if not.
-        size: the number of all ranks.
-        senders: the names of Functions that send something on some rank, in forward or in backward.
-        unclear: backwards of which it is not known what they make of a gradient.
-        hooks: of tensors, in order.
-        returned: results of `detach` that stand for the tensor itself.
-        continues: whether a backward of this rank begins with a gradient that another rank sent.
-        missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
-    """
-
-    tensors: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)  # by number, as they are now
+    # what Functions took and have overwritten, by the numbers of the call and of the tensor
     given: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    # parameters by number, which gradients are asked for
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    # of what the program detached, what it was before
     attached: dict[int, Tensor] = field(default_factory=dict)
-    roots: list[tuple[Root, Tensor]] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
+    roots: list[tuple[Root, Tensor]] = field(default_factory=list)  # where backwards began
+    lost: list[Lost] = field(default_factory=list)  # what the recorder could not follow
+    # tensors of which it is not known where they came from, which counts where a loss depends on them
     missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
+    # tensors that the program declares terms of a sum over some ranks, though all of these have its value, and what is
+    # made of them
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    terms: set[int] = field(default_factory=set)
+    terms: set[int] = field(default_factory=set)  # those ranks, of a loss that is such a term
+    # how far the last bits of its parameters are changed, in units of a few of these; 0 if not
     shaken: float = 0.0
-    size: int = 1
+    size: int = 1  # the number of all ranks
+    # the names of Functions that send something on some rank, in forward or in backward
     senders: frozenset[str] = frozenset()
+    # backwards of which it is not known what they make of a gradient
     unclear: Unclear = field(default_factory=Unclear)
-    hooks: list[Hooked] = field(default_factory=list)
-    continues: bool = False
-    returned: frozenset[int] = frozenset()
+    hooks: list[Hooked] = field(default_factory=list)  # of tensors, in order
+    continues: bool = False  # whether a backward of this rank begins with a gradient that another rank sent
+    returned: frozenset[int] = frozenset()  # results of `detach` that stand for the tensor itself
 
     def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
         """Do what the events say; stops at each collective, until its results are there."""
@@ -549,19 +538,14 @@ class Rank:
 
 @dataclass
 class Again:
-    """All ranks, run again.
+    """All ranks, run again."""
 
-    Attributes:
-        ranks: one by one.
-        groups: for each collective that was made by all of its ranks: its call on each of them.
-        messages: who sent which to whom, and how that rank took it.
-        calls: how many collectives gradients pass through.
-    """
-
-    ranks: list[Rank]
+    ranks: list[Rank]  # one by one
+    # for each collective that was made by all of its ranks: its call on each of them
     groups: list[dict[int, Sent]] = field(default_factory=list)
+    # who sent which to whom, and how that rank took it
     messages: list[tuple[int, Sent, int, Sent]] = field(default_factory=list)
-    calls: int = 0
+    calls: int = 0  # how many collectives gradients pass through
 
     @property
     def unclear(self) -> list[str]:

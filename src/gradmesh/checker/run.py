@@ -58,17 +58,11 @@ _PRELOADED = ["gradmesh.checker.hooks", COMPILER, "torch.nn.parallel"]
 
 @dataclass(frozen=True)
 class Target:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        path_or_module: a file, or a module as `python -m` takes it.
-        module: whether it is a module.
-        args: what the script finds in sys.argv behind its name.
-    """
-
-    path_or_module: str
-    module: bool = False
-    args: tuple[str, ...] = ()
+    path_or_module: str  # a file, or a module as `python -m` takes it
+    module: bool = False  # whether it is a module
+    args: tuple[str, ...] = ()  # what the script finds in sys.argv behind its name
 
 
 def check_script(

@@ -16,22 +16,14 @@ from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Ro
 
 @dataclass
 class Context:
-    """A step that is being judged.
+    """A step that is being judged."""
 
-    Attributes:
-        tapes: of the ranks.
-        segment: what leads to the step.
-        again: the same, run again.
-        truth: its true gradients.
-        got: what each parameter got.
-        expected: the ratio of a right gradient to the true one: 1, or one over the number of losses.
-    """
-
-    tapes: Sequence[Tape]
-    segment: Segment
-    again: Again
-    truth: Truth
-    got: list[Got]
+    tapes: Sequence[Tape]  # of the ranks
+    segment: Segment  # what leads to the step
+    again: Again  # the same, run again
+    truth: Truth  # its true gradients
+    got: list[Got]  # what each parameter got
+    # the ratio of a right gradient to the true one: 1, or one over the number of losses
     expected: float = 1.0
 
     def factors(self) -> tuple[float, ...]:

@@ -162,15 +162,10 @@ _OF_ENTRIES = (
 
 @dataclass
 class _Form:
-    """How gradients on the ranks are to the true ones: each its own part, or each the whole.
+    """How gradients on the ranks are to the true ones: each its own part, or each the whole."""
 
-    Attributes:
-        parts: the ratio to the ranks' own true gradients; None where they are not proportional.
-        whole: the ratio to their sum.
-    """
-
-    parts: float | None
-    whole: float | None
+    parts: float | None  # the ratio to the ranks' own true gradients; None where they are not proportional
+    whole: float | None  # the ratio to their sum
 
 
 def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:

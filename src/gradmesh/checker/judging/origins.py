@@ -23,29 +23,20 @@ from gradmesh.checker.trace import MOVES, Alias, Called, Event, Op, Over, Ref, S
 
 @dataclass(slots=True)
 class _Ran:
-    """An operator that was run again, with what it took and made.
+    """An operator that was run again, with what it took and made."""
 
-    Attributes:
-        op: which.
-        at: its place among the rank's operators.
-        ins, outs: values, and where gradients of them are; by number, and in order.
-    """
-
-    op: Op
-    at: int
+    op: Op  # which
+    at: int  # its place among the rank's operators
+    # ins, outs: values, and where gradients of them are; by number, and in order
     ins: dict[int, tuple[Tensor, GradientEdge | None]]
     outs: list[tuple[Tensor, GradientEdge | None]]
 
 
 @dataclass
 class _Alone(Rank):
-    """A rank run again by itself: what comes of a call that sends something is new.
+    """A rank run again by itself: what comes of a call that sends something is new."""
 
-    Attributes:
-        ran: its operators.
-    """
-
-    ran: list[_Ran] = field(default_factory=list)
+    ran: list[_Ran] = field(default_factory=list)  # its operators
 
     def _over(self, call: Called, *, unseen: bool) -> None:
         if not (call.sends or call.sends_back):
@@ -74,21 +65,14 @@ def _kept(x: Tensor) -> tuple[Tensor, GradientEdge | None]:
 
 @dataclass(frozen=True)
 class Parting:
-    """An operator at which copies part: it takes what is the same on ranks, and what it makes is not the same.
+    """An operator at which copies part: it takes what is the same on ranks, and what it makes is not the same."""
 
-    Attributes:
-        site: of its line.
-        taken: the number of what it takes, on the first rank.
-        ranks: that have the copies.
-        names: the parameters whose gradient is the true one once the ranks' parts are summed at such operators.
-        used: the line where the last of them that is used is used first.
-    """
-
-    site: int
-    taken: int
-    ranks: tuple[int, ...]
+    site: int  # of its line
+    taken: int  # the number of what it takes, on the first rank
+    ranks: tuple[int, ...]  # that have the copies
+    # the parameters whose gradient is the true one once the ranks' parts are summed at such operators
     names: tuple[str, ...]
-    used: int
+    used: int  # the line where the last of them that is used is used first
 
 
 class _Had:
@@ -361,17 +345,11 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Revived:
-    """An operator that gives a gradient to entries which a rank has cut off from all parameters, by a mask say.
+    """An operator that gives a gradient to entries which a rank has cut off from all parameters, by a mask say."""
 
-    Attributes:
-        rank: which.
-        site: of the operator's line.
-        name: of the operator.
-    """
-
-    rank: int
-    site: int
-    name: str
+    rank: int  # which
+    site: int  # of the operator's line
+    name: str  # of the operator
 
 
 def revived(

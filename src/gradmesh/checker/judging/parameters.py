@@ -36,17 +36,11 @@ T = TypeVar("T")
 
 @dataclass
 class Segment:
-    """What leads to a step, on all ranks.
+    """What leads to a step, on all ranks."""
 
-    Attributes:
-        parts: each rank's events before its step.
-        steps: each rank's steps; several where one backward serves several optimizers.
-        begins: how many events of each rank's tape are before it.
-    """
-
-    parts: list[list[Event]]
-    steps: list[list[Step]]
-    begins: list[int]
+    parts: list[list[Event]]  # each rank's events before its step
+    steps: list[list[Step]]  # each rank's steps; several where one backward serves several optimizers
+    begins: list[int]  # how many events of each rank's tape are before it
 
     @property
     def whole(self) -> bool:
@@ -157,21 +151,15 @@ def _cut(tape: Tape) -> list[tuple[int, list[Event], list[Step]]]:
 
 @dataclass
 class Truth:
-    """The objective of a step, and its derivatives.
+    """The objective of a step, and its derivatives."""
 
-    Attributes:
-        objective: one number.
-        different: how many different losses it is the sum of.
-        unclear: backwards of the program's own on the way, of which it is not known what they make of a gradient.
-        classes: for each rank the ranks whose loss is the same, itself among them; () where a rank has none.
-        gradients: for each rank, of each parameter by its number, what this rank's own use of it adds; None where it
-            is not used.
-    """
-
-    objective: Tensor
-    different: int
+    objective: Tensor  # one number
+    different: int  # how many different losses it is the sum of
+    # for each rank the ranks whose loss is the same, itself among them; () where a rank has none
     classes: list[tuple[int, ...]]
+    # for each rank, of each parameter by its number, what this rank's own use of it adds; None where it is not used
     gradients: list[dict[int, Tensor | None]]
+    # backwards of the program's own on the way, of which it is not known what they make of a gradient
     unclear: tuple[str, ...] = ()
 
     def at(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -308,52 +296,34 @@ class Scales:
 
 @dataclass
 class Part:
-    """A parameter on one rank.
+    """A parameter on one rank."""
 
-    Attributes:
-        rank: which.
-        param: what the step found.
-        ids: its numbers on the rank's tape.
-        true: what the rank's own use of it adds to the gradient; None where it is not used.
-        steps: whether an optimizer of this rank steps it, or a copy of it.
-        covered: which of its entries that optimizer steps; None for all.
-        exact: whether nothing of 16 bits or fewer is computed with, or sent.
-    """
-
-    rank: int
-    param: Param
-    ids: tuple[int, ...]
-    true: Tensor | None
-    steps: bool = True
-    covered: Tensor | None = None
-    exact: bool = True
+    rank: int  # which
+    param: Param  # what the step found
+    ids: tuple[int, ...]  # its numbers on the rank's tape
+    true: Tensor | None  # what the rank's own use of it adds to the gradient; None where it is not used
+    steps: bool = True  # whether an optimizer of this rank steps it, or a copy of it
+    covered: Tensor | None = None  # which of its entries that optimizer steps; None for all
+    exact: bool = True  # whether nothing of 16 bits or fewer is computed with, or sent
 
 
 @dataclass
 class Got:
-    """A parameter that is one on some ranks, which have the same value of it.
+    """A parameter that is one on some ranks, which have the same value of it."""
 
-    Attributes:
-        name: of it.
-        parts: of the ranks.
-        true: its whole gradient.
-        got: what each rank's optimizer was given.
-        ratio: what was given, in units of the true one, where it is the same on the ranks and proportional.
-        kind: "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional),
-            "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
-            "ambiguous" (it is unknown whether it is one parameter; the ratio is that of a parameter of each rank),
-            "changed" (the program made something else of it, apparently on purpose), "unknown" (it is not seen where it
-            is used), "unclear" (it is wrong where what a backward makes of it on purpose is not known).
-        alone: how each rank clipped its own part of it, before these were summed.
-    """
-
-    name: str
-    parts: list[Part]
-    true: Tensor
-    got: list[Tensor]
+    name: str  # of it
+    parts: list[Part]  # of the ranks
+    true: Tensor  # its whole gradient
+    got: list[Tensor]  # what each rank's optimizer was given
+    # what was given, in units of the true one, where it is the same on the ranks and proportional
     ratio: float
+    # "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional), "unused"
+    # (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing), "ambiguous" (it
+    # is unknown whether it is one parameter; the ratio is that of a parameter of each rank), "changed" (the program
+    # made something else of it, apparently on purpose), "unknown" (it is not seen where it is used), "unclear" (it is
+    # wrong where what a backward makes of it on purpose is not known)
     kind: str
-    alone: Changed | None = None
+    alone: Changed | None = None  # how each rank clipped its own part of it, before these were summed
 
     @property
     def ranks(self) -> tuple[int, ...]:
