@@ -19,15 +19,10 @@ __all__ = ["ROWS", "AllGather", "Join", "ReduceScatter", "Split", "parts", "whol
 
 @dataclass(frozen=True)
 class Split(LinearOp):
-    """An op that cuts or joins along a tensor dimension.
+    """An op that cuts or joins along a tensor dimension."""
 
-    Attributes:
-        dim: the tensor dimension, counted from 0.
-        sizes: each rank's size along it.
-    """
-
-    dim: int
-    sizes: Sizes
+    dim: int  # the tensor dimension, counted from 0
+    sizes: Sizes  # each rank's size along it
 
     def batched(self) -> Split:
         """The same op one dimension further back."""

@@ -18,17 +18,11 @@ __all__ = ["ROWS", "Gather", "Scatter"]
 
 @dataclass(frozen=True)
 class _AtRoot(LinearOp):
-    """An op between parts on all ranks and the whole at the root.
+    """An op between parts on all ranks and the whole at the root."""
 
-    Attributes:
-        dim: the tensor dimension along which the parts are concatenated.
-        root: the rank of the axis that has the whole tensor.
-        sizes: each rank's size along `dim`.
-    """
-
-    dim: int
-    root: int
-    sizes: Sizes
+    dim: int  # the tensor dimension along which the parts are concatenated
+    root: int  # the rank of the axis that has the whole tensor
+    sizes: Sizes  # each rank's size along `dim`
 
     src, dst = V, V
 

@@ -58,21 +58,13 @@ def plan(sizes: tuple[int, ...], left: int, right: int, wrap: bool) -> tuple[tup
 
 @dataclass(frozen=True)
 class _Halo(LinearOp):
-    """Base of the op and its adjoint.
+    """Base of the op and its adjoint."""
 
-    Attributes:
-        dim: the sharded tensor dimension.
-        left: rows taken from the ranks before.
-        right: rows taken from the ranks after.
-        wrap: whether the last rank's neighbour is the first.
-        sizes: each rank's size along `dim`.
-    """
-
-    dim: int
-    left: int
-    right: int
-    wrap: bool
-    sizes: Sizes
+    dim: int  # the sharded tensor dimension
+    left: int  # rows taken from the ranks before
+    right: int  # rows taken from the ranks after
+    wrap: bool  # whether the last rank's neighbour is the first
+    sizes: Sizes  # each rank's size along `dim`
 
     verb = "halo_exchange"
     src, dst = V, V

@@ -24,19 +24,12 @@ _NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """Which rows are sent where. Equality compares the identity of the index tensor.
+    """Which rows are sent where. Equality compares the identity of the index tensor."""
 
-    Attributes:
-        index: the rows for all ranks, in rank order; rows may repeat.
-        sent: the number of rows for each rank.
-        received: the number of rows from each rank.
-        total: the number of rows of the operand.
-    """
-
-    index: Tensor
-    sent: Sizes
-    received: Sizes
-    total: int
+    index: Tensor  # the rows for all ranks, in rank order; rows may repeat
+    sent: Sizes  # the number of rows for each rank
+    received: Sizes  # the number of rows from each rank
+    total: int  # the number of rows of the operand
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Picked) and self._key() == other._key()
@@ -54,15 +47,10 @@ class Picked:
 
 @dataclass(frozen=True)
 class _Neighbor(LinearOp):
-    """Base of the op and its adjoint.
+    """Base of the op and its adjoint."""
 
-    Attributes:
-        dim: the tensor dimension of the rows.
-        rows: which of them are sent where.
-    """
-
-    dim: int
-    rows: Picked
+    dim: int  # the tensor dimension of the rows
+    rows: Picked  # which of them are sent where
 
     identity = ()  # not kept: it has tensors
 

@@ -18,15 +18,10 @@ __all__ = ["Receive", "Send"]
 
 @dataclass(frozen=True)
 class _Pair(LinearOp):
-    """One end of a message.
+    """One end of a message."""
 
-    Attributes:
-        peer: the rank at the other end.
-        shape: the shape of the message.
-    """
-
-    peer: int
-    shape: tuple[int, ...]
+    peer: int  # the rank at the other end
+    shape: tuple[int, ...]  # the shape of the message
 
     src, dst = V, V
     # Not compared with the other ranks of the axis; the two ends compare `greeting`.

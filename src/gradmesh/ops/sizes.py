@@ -38,12 +38,9 @@ class Sizes:
 
     They are uniform (the caller passed none, so every rank has this rank's size) or explicit (passed by the caller, or
     exchanged between the ranks).
-
-    Attributes:
-        each: one size for each rank; None: uniform.
     """
 
-    each: tuple[int, ...] | None = None
+    each: tuple[int, ...] | None = None  # one size for each rank; None: uniform
 
     @classmethod
     def balanced(cls, total: int, ranks: int) -> Sizes:

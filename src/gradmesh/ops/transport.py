@@ -58,17 +58,11 @@ class Axis(Protocol):
 
 @dataclass(frozen=True)
 class PlainAxis:
-    """An axis without a process group, for ops that are only described, or run on lists of tensors.
+    """An axis without a process group, for ops that are only described, or run on lists of tensors."""
 
-    Attributes:
-        rank: the position of this rank, from 0.
-        size: how many ranks there are.
-        name: its name.
-    """
-
-    rank: int
-    size: int
-    name: str = "any"
+    rank: int  # the position of this rank, from 0
+    size: int  # how many ranks there are
+    name: str = "any"  # its name
 
     def __str__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"
