@@ -17,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.autograd.averaging import instances_of
-from gradmesh.checker.observed import Samplers, annotated, forget_overwritten
+from gradmesh.checker.observed import Samplers, annotated, forget_overwritten, replaced
 from gradmesh.checker.recorder import Recorder, Writing
 from gradmesh.checker.trace import (
     SUMMED_IN_STEP,
@@ -108,22 +109,15 @@ class Optimizers:
             found += [own] * len(group["params"])
         return found
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Replace the methods of torch that make and schedule optimizers, so that their lines are recorded."""
-        made, plateau = Optimizer.__init__, lr_scheduler.ReduceLROnPlateau.__init__
+        plateau = lr_scheduler.ReduceLROnPlateau
         steps = [(kind, kind.__dict__["step"]) for kind in _schedulers() if "step" in kind.__dict__]
-        Optimizer.__init__ = self._makes(made)  # type: ignore[method-assign]
-        lr_scheduler.ReduceLROnPlateau.__init__ = self._makes_plateau(plateau)  # type: ignore[method-assign]
-        for kind, step in steps:
-            kind.step = self._schedules(step)
-        try:
-            yield
-        finally:
-            Optimizer.__init__ = made  # type: ignore[method-assign]
-            lr_scheduler.ReduceLROnPlateau.__init__ = plateau  # type: ignore[method-assign]
-            for kind, step in steps:
-                kind.step = step
+        return replaced(
+            (Optimizer, "__init__", self._makes(Optimizer.__init__)),
+            (plateau, "__init__", self._makes_plateau(plateau.__init__)),
+            *((kind, "step", self._schedules(step)) for kind, step in steps),
+        )
 
     def _makes(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -203,22 +197,13 @@ def watched(
     watcher = _Watcher(recorder, steps, enough, second_epoch)
     recorder.written_by_hand, recorder.renews = watcher.writes_itself, watcher.renews
     recorder.writes_left_over = watcher.writes_left_over
-    function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
-    apply = function.__dict__["apply"]
     hooks = (
         register_optimizer_step_pre_hook(watcher.before_step),
         register_optimizer_step_post_hook(watcher.after_step),
     )
-    function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
-    torch.autograd.backward = watcher.start(backward)
-    torch.autograd.grad = watcher.asked(grad)
-    ddp = torch.nn.parallel.DistributedDataParallel
-    communicate = ddp.register_comm_hook
-    ddp.register_comm_hook = watcher.communicated(communicate)  # type: ignore[method-assign]
-    register, accumulate = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
-    Tensor.register_hook = watcher.hooked(register)  # type: ignore[method-assign]
-    Tensor.register_post_accumulate_grad_hook = watcher.accumulated(accumulate)  # type: ignore[method-assign]
-    disable, hooked = graph.disable_saved_tensors_hooks, saved_tensors_hooks(watcher.saves, lambda x: x)
+    autograd, function = torch.autograd, torch.autograd.Function
+    ddp, disable = DistributedDataParallel, graph.disable_saved_tensors_hooks
+    hooked = saved_tensors_hooks(watcher.saves, lambda x: x)
 
     @contextlib.contextmanager
     def without(words: str) -> Iterator[None]:
@@ -231,10 +216,22 @@ def watched(
         finally:
             hooked.__enter__()
 
-    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     torch.nn.Parameter.data = property(Tensor.data.__get__, watcher.assigns)  # type: ignore[assignment, attr-defined]
     try:
         with (
+            replaced(
+                (function, "apply", classmethod(watcher.applied(function.__dict__["apply"]))),
+                (autograd, "backward", watcher.start(autograd.backward)),
+                (autograd, "grad", watcher.asked(autograd.grad)),
+                (ddp, "register_comm_hook", watcher.communicated(ddp.register_comm_hook)),
+                (Tensor, "register_hook", watcher.hooked(Tensor.register_hook)),
+                (
+                    Tensor,
+                    "register_post_accumulate_grad_hook",
+                    watcher.accumulated(Tensor.register_post_accumulate_grad_hook),
+                ),
+                (graph, "disable_saved_tensors_hooks", without),
+            ),
             annotated(recorder.tape, recorder.site, recorder.unseen),
             hooked,
             watcher.optimizers.watched(),
@@ -243,12 +240,7 @@ def watched(
         ):
             yield
     finally:
-        graph.disable_saved_tensors_hooks = disable
         del torch.nn.Parameter.data
-        function.apply = apply  # type: ignore[method-assign]
-        torch.autograd.backward, torch.autograd.grad = backward, grad
-        Tensor.register_hook, Tensor.register_post_accumulate_grad_hook = register, accumulate  # type: ignore[method-assign]
-        ddp.register_comm_hook = communicate  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -928,8 +920,7 @@ def _not_used(error: str) -> tuple[str, ...]:
     return tuple(named[i] for i in map(int, found[1].split()) if i < len(named))
 
 
-@contextlib.contextmanager
-def _on_this_machine(recorder: Recorder) -> Any:
+def _on_this_machine(recorder: Recorder) -> AbstractContextManager[None]:
     """Gloo where a script asks for NCCL and there is no GPU."""
     original = dist.init_process_group
 
@@ -940,8 +931,4 @@ def _on_this_machine(recorder: Recorder) -> Any:
             kwargs.pop("device_id", None)
         return original(backend, *args, **kwargs)
 
-    dist.init_process_group = init
-    try:
-        yield
-    finally:
-        dist.init_process_group = original
+    return replaced((dist, "init_process_group", init))
