@@ -501,11 +501,7 @@ class Verdict:
 
 
 def root(folder: Path | None = None) -> Path:
-    """The folder that files are named from: the nearest one upward that is under version control, else the folder.
-
-    Args:
-        folder: where to begin; the current folder if there is none.
-    """
+    """The nearest folder upward that is under version control, from which files are named; else the folder itself."""
     folder = (folder or Path.cwd()).resolve()
     return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
@@ -534,9 +530,7 @@ def place_of(finding: Finding) -> Place:
 def fingerprint(finding: Finding, base: Path | None = None) -> str:
     """What stays when lines move: rule, file, function, source text without its spaces, and subject.
 
-    Args:
-        finding: what is known by it.
-        base: the folder that files are named from; `root()` if there is none.
+    Files are named from `base`; from `root()` if there is none.
     """
     place = place_of(finding)
     file = relative(place.file, base or root()) if place.file else ""

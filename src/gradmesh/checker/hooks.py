@@ -82,8 +82,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr"}
 class Optimizers:
     """The optimizers of a rank, with the lines that made them and that changed their settings.
 
-    Args:
-        recorder: gives the lines; its tape takes the values that a `ReduceLROnPlateau` is given.
+    The recorder gives the lines; its tape takes the values that a `ReduceLROnPlateau` is given.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -316,14 +315,7 @@ class _Watcher:
         return apply
 
     def _over(self, call: Called, args: tuple[Any, ...], result: Any, *, followed: bool) -> None:
-        """A call has been made.
-
-        Args:
-            call: what the tape has of it.
-            args: what it was given.
-            result: what it returned.
-            followed: whether it is one of the library's own, which is followed without what it returns beside.
-        """
+        """A call has been made; of one of the library's own what it returns beside its result is not followed."""
         to = self._to
         call.ins = [to.id_of(x) for x in args if isinstance(x, Tensor)]
         made = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
@@ -655,9 +647,7 @@ class _Watcher:
     def writes_itself(self, x: Tensor, of_gradient: bool | None) -> bool:
         """The program is about to write to a tensor: whether that is its own step, the first write or a later one.
 
-        Args:
-            x: the tensor.
-            of_gradient: whether it becomes what its gradient alone makes of it; None where no gradient is new.
+        `of_gradient` says whether it becomes what its gradient alone makes of it; None where no gradient is new.
         """
         to = self._to
         if of_gradient is not None:
@@ -782,14 +772,8 @@ def run_rank(
 ) -> None:
     """Run a script as one rank, in a process that is made for it and ends with it.
 
-    Args:
-        rank: as torchrun's environment says.
-        size: how many there are.
-        port: where they meet.
-        target: what to run.
-        folder: where the tape and what the script prints go.
-        steps: of an optimizer, after which it ends.
-        record: whether to record; else it only runs, as long.
+    The tape and what the script prints go to the folder. It ends after so many steps of an optimizer; without `record`
+    it only runs, as long.
     """
     path = Path(folder) / f"{rank}.out"
     stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -41,10 +41,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 class Samplers:
     """Records which samples each `DistributedSampler` gives its rank in each epoch.
 
-    Args:
-        tape: takes them.
-        site: the number of the program's line that is being run.
-        again: is called when a sampler begins its second epoch.
+    `again` is called when a sampler begins its second epoch.
     """
 
     def __init__(self, tape: Tape, site: Callable[[], int], again: Callable[[], None]) -> None:
@@ -175,10 +172,6 @@ class Handles:
 
     A wait for a later call of the same group counts as a wait for this one, as calls of one NCCL stream end in order;
     but not of a group that the program itself gives Gloo, which runs calls in several threads.
-
-    Args:
-        tape: takes them.
-        site: the number of the program's line that is being run.
     """
 
     def __init__(self, tape: Tape, site: Callable[[], int]) -> None:
@@ -247,11 +240,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 class Mixing:
-    """Finds what a step makes of a whole tensor, such as its norm, and moves its entries by.
-
-    Args:
-        site: the number of the program's line that is being run.
-    """
+    """Finds what a step makes of a whole tensor, such as its norm, and moves its entries by."""
 
     def __init__(self, site: Callable[[], int]) -> None:
         self._site = site

@@ -90,12 +90,7 @@ _UPDATES = {"add", "sub", "mul", "addcmul", "addcdiv", "lerp", "detach", "alias"
 
 
 class Numbering:
-    """The numbers of tensors, and the lines of the program, on one tape.
-
-    Args:
-        tape: what is written to.
-        modules: the names of the program's parameters.
-    """
+    """The numbers of tensors, and the lines of the program, on one tape; modules name the program's parameters."""
 
     def __init__(self, tape: Tape, modules: Modules) -> None:
         super().__init__()
@@ -479,12 +474,7 @@ def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:
 
 
 class Writing:
-    """A backward that is running, and the tape of it.
-
-    Args:
-        number: gives a new number.
-        met: the gradients that it was given.
-    """
+    """A backward that is running, with the gradients that it was given, and the tape of it."""
 
     def __init__(self, number: Callable[[], int], met: Sequence[Tensor | None]) -> None:
         self.back = Back([], [None if x is None else x.detach().clone() for x in met], [], [])
@@ -609,10 +599,7 @@ class PendingEvent:
 class Recorder(Numbering, DispatchMode):
     """Records what this rank's program does while the context is open.
 
-    Args:
-        tape: what it writes to.
-        modules: the names of the program's parameters.
-        log: a file that says of each collective, before it is made, what it is.
+    The log is a file that says of each collective, before it is made, what it is.
     """
 
     def __init__(self, tape: Tape, modules: Modules, log: Path | None = None) -> None:
@@ -983,12 +970,7 @@ class Recorder(Numbering, DispatchMode):
         return result
 
     def begins(self, call: Call, *, may_follow: bool = True) -> PendingEvent:
-        """Say that a collective or a message is about to be made, and take down what is handed in.
-
-        Args:
-            call: which.
-            may_follow: whether it can be run again.
-        """
+        """Say that a call is about to be made, which maybe cannot be run again, and take down what is handed in."""
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)

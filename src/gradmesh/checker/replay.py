@@ -186,12 +186,7 @@ def named_operator(name: str) -> Any:
 
 
 def results_of_verb(verbs: Sequence[Verb], ins: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank of a call gets.
-
-    Args:
-        verbs: of each rank; of one alone where nothing is sent.
-        ins: what each rank handed in.
-    """
+    """What each rank of a call gets, of what each handed in; where nothing is sent, of one rank alone."""
     ops = [decoded_on(Encoded(v.words, v.numbers, v.tensors, ""), v.rank, v.size, None) for v in verbs]
     with torch.enable_grad():
         return meaning(ops, ins)
@@ -200,12 +195,9 @@ def results_of_verb(verbs: Sequence[Verb], ins: Sequence[Tensor]) -> list[Tensor
 def results_of(
     calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
 ) -> list[list[Tensor]] | None:
-    """What each rank of a group gets; None where that is not known.
+    """What each rank of a group gets, of what each handed in; None where that is not known.
 
-    Args:
-        calls: of each rank.
-        ins: what each rank handed in.
-        shapes: of each rank's results, where they are written.
+    `shapes` are those of each rank's results, where they are written.
     """
     kind, first = calls[0].kind, calls[0]
     if first.verb is not None:
@@ -566,15 +558,9 @@ def _shaken(x: Tensor, by: float) -> Tensor:
 
 
 def run_again(parts: Sequence[Sequence[Event]], *, shaken: float = 0.0, kind: type[Rank] = Rank) -> Again:
-    """Run all ranks' events again, in one process.
+    """Run all ranks' events again, in one process; raises UnfaithfulError where it does not come out as it did.
 
-    Args:
-        parts: of each rank.
-        shaken: how far to change the last bits of all parameters, in units of a few of these.
-        kind: what runs a rank.
-
-    Raises:
-        UnfaithfulError: something is missing, or does not come out as it did.
+    The last bits of all parameters may be `shaken`, by so many units of a few of these; `kind` is what runs a rank.
     """
     calls = [event.call for part in parts for event in part if isinstance(event, Over)]
     senders = frozenset(call.name for call in calls if call.sends or call.sends_back)

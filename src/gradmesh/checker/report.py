@@ -16,12 +16,9 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
 
 def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
-    """Print what was found.
+    """Print what was found; rich omits colours where the console is not a terminal.
 
-    Args:
-        verdict: what was found.
-        console: where to; rich omits colours where it is not a terminal.
-        base: the folder that files are named from; the repository around the current folder if there is none.
+    Files are named from `base`; from the repository around the current folder if there is none.
     """
     from rich.text import Text
 

@@ -287,8 +287,7 @@ def _end_group(leader: int | None) -> None:
 def _waited(started: Sequence[Any], folder: Path, timeout: float, end: float) -> tuple[bool, dict[int, int]]:
     """Wait for the ranks, until they are over or nothing happens any more.
 
-    Returns:
-        Whether that was so, and the signals that killed ranks before, by rank.
+    Returns whether that was so, and the signals that killed ranks before, by rank.
     """
     stuck = _stand_still(started, folder, timeout, end)
     codes = [process.exitcode for process in started]

@@ -510,11 +510,7 @@ def _refs(value: Any) -> Iterator[int]:
 
 
 class Gradients:
-    """Where the gradients of parameters are in memory; empty until a backward has ended.
-
-    Args:
-        parameters: those there are, each with its name.
-    """
+    """Where the gradients of parameters, each with its name, are in memory; empty until a backward has ended."""
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._parameters = parameters
@@ -623,13 +619,7 @@ class Moved:
 
 
 class Changes:
-    """What a program makes of gradients between a backward and a step, but for sums over ranks and multiples.
-
-    Args:
-        gradients: where they are.
-        site: the number of the program's line that is being run.
-        ranks: how many there are.
-    """
+    """What a program makes of gradients between a backward and a step, but for sums over ranks and multiples."""
 
     def __init__(self, gradients: Gradients, site: Callable[[], int], ranks: int) -> None:
         self._gradients, self._site, self._ranks = gradients, site, ranks
@@ -846,12 +836,8 @@ def parameters_of(
 ) -> list[Param]:
     """Copies of parameters and gradients.
 
-    Args:
-        held: the parameters.
-        names: of each, by its identity.
-        id_of: the number of a leaf.
-        returned: gradients that the program asked for, by the identity of the parameter.
-        change_of: what the program made of a parameter's gradient.
+    Names are by the identity of the parameter, and so are gradients that the program asked for; `id_of` is the number
+    of a leaf, and `change_of` what the program made of a parameter's gradient.
     """
     found = []
     for at, p in enumerate(held):

@@ -23,11 +23,7 @@ from gradmesh.types import Type
 
 
 class Verbs(Instrument):
-    """What the library asks at each of its calls.
-
-    Args:
-        recorder: what writes them down.
-    """
+    """What the library asks at each of its calls; the recorder writes them down."""
 
     plain = True
 

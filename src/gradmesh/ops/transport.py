@@ -134,12 +134,7 @@ class Transport(abc.ABC):
         self._no_messages("recv")
 
     def withdraw_message(self, peer: int, said: str) -> None:  # noqa: B027 - most transports have none
-        """Notify a rank that the message it expects will not be sent.
-
-        Args:
-            peer: the rank, whose `fetch` then returns `said`.
-            said: the reason.
-        """
+        """Notify a rank that the message it expects will not be sent; its `fetch` then returns the reason, `said`."""
 
     def pass_over(self, peer: int) -> None:  # noqa: B027
         """Discard the next message of a rank when it arrives, because this rank cannot receive it."""

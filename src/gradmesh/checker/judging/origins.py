@@ -76,14 +76,7 @@ class Parting:
 
 
 class _Had:
-    """The gradients that the program had, on each rank.
-
-    Args:
-        context: the step.
-
-    Raises:
-        UnfaithfulError: they are not known.
-    """
+    """The gradients that the program had in a step, on each rank; raises UnfaithfulError where they are not known."""
 
     def __init__(self, context: Context) -> None:
         marked = [_marked(context, rank) for rank in range(len(context.tapes))]
@@ -357,11 +350,8 @@ def revived(
 ) -> Revived | None:
     """What makes a sum over the ranks in backward wrong: entries that are cut off on a rank, and get a gradient there.
 
-    Args:
-        context: the step.
-        calls: of each rank, to a Function whose backward is that sum; of one tensor, as its result is.
-        xs: its operands.
-        right: their true gradients.
+    The calls of the ranks are to a Function whose backward is that sum; of one tensor, as its result is. `xs` are its
+    operands, with their true gradients.
     """
     met = [call.received[0] if call.received and len(call.received) == 1 else None for call in calls.values()]
     given = [x for x in met if x is not None]

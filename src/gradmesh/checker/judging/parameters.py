@@ -340,14 +340,9 @@ def tolerance(x: Tensor) -> float:
 def gotten(
     segment: Segment, again: Again, truth: Truth, scales: Sequence[dict[str, Scales]], notes: list[str]
 ) -> list[Got]:
-    """Each parameter of a step; gradients are divided by what the program multiplied them by.
+    """Each parameter of a step, whose gradients are divided by what the program multiplied them by.
 
-    Args:
-        segment: what leads to the step.
-        again: the same, run again.
-        truth: its true gradients.
-        scales: what each rank's gradients were multiplied by.
-        notes: take what could not be compared.
+    `scales` are what each rank's gradients were multiplied by; `notes` take what could not be compared.
     """
     by_name: dict[str, list[Part]] = {}
     exact = not _is_rounded(segment, again)
@@ -514,15 +509,10 @@ def _as_used(leaf: ProgramInput, tensors: dict[int, Tensor]) -> ProgramInput:
 
 
 def covered_by(param: Param, value: Tensor) -> tuple[int, int, int] | None:
-    """Which entries of a parameter another one is a copy of.
+    """Which entries of a parameter another one is a copy of, which an optimizer steps.
 
-    Args:
-        param: what an optimizer steps: a copy of the same shape, maybe of another precision, or a part of several
-            parameters behind one another.
-        value: the parameter.
-
-    Returns:
-        The first entry, the one behind the last, and how many entries before them are others'; None for no copy.
+    It may be a copy of the same shape, maybe of another precision, or a part of several parameters behind one another.
+    Returns the first entry, the one behind the last, and how many entries before them are others'; None for no copy.
     """
     copy, whole = param.value.flatten(), value.flatten()
     if copy.dtype.is_complex or whole.dtype.is_complex or not whole.numel() or not copy.numel():

@@ -650,9 +650,7 @@ def idle_apart(tapes: Sequence[Tape]) -> list[Finding]:
 def sends_nothing(tapes: Sequence[Tape | None], *, at_last: bool = False) -> bool:
     """Whether each rank trains for itself, as far as was seen: no more than numbers and first values are sent.
 
-    Args:
-        tapes: of the ranks.
-        at_last: look at what is between the last two steps of an optimizer alone.
+    With `at_last`, what is between the last two steps of an optimizer alone counts.
     """
     for tape in (tape for tape in tapes if tape is not None):
         steps = [(at, event) for at, event in enumerate(tape.events) if isinstance(event, Step)]
