@@ -20,8 +20,6 @@ from gradmesh.checker.report import counted, sarif, show, show_redistributions
 from gradmesh.checker.run import Target, check_script
 from gradmesh.errors import ArgumentError
 
-__all__ = ["FOUND", "NOT_RUN", "check_command"]
-
 FOUND, NOT_RUN = 1, 2
 """Exit status: errors were found; the script could not be run, or what is known of it is not enough."""
 

@@ -13,8 +13,6 @@ from gradmesh.checker.judging.parameters import near
 from gradmesh.checker.trace import Alias, Op, Sent, refs
 from gradmesh.types import I, P, R, Type, V
 
-__all__ = ["Line", "lines_of"]
-
 _MOVING = {"view", "_unsafe_view", "clone", "detach", "alias", "transpose", "t", "permute", "cat", "expand"}
 
 

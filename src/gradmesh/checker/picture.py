@@ -11,8 +11,6 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.lines import Line
 
-__all__ = ["drawn"]
-
 _COLOURS = {"V": "#56B4E9", "R": "#F0E442", "I": "#009E73", "P": "#E69F00"}
 _READS = {
     "V": "V varying: each rank has its own",

@@ -35,8 +35,6 @@ from gradmesh.checker.trace import Recording, Tape
 from gradmesh.errors import ArgumentError
 from gradmesh.launch.process_ranks import held_port
 
-__all__ = ["Target", "check_script", "processor_time", "recorded"]
-
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
 

@@ -14,8 +14,6 @@ from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import P, R, V
 
-__all__ = ["ROWS", "AllGather", "Join", "ReduceScatter", "Split", "parts", "wholes"]
-
 
 @dataclass(frozen=True)
 class Split(LinearOp):

@@ -14,8 +14,6 @@ from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
-__all__ = ["ROWS", "AllToAll"]
-
 
 @dataclass(frozen=True)
 class AllToAll(LinearOp):

@@ -30,16 +30,6 @@ from gradmesh.types import Type
 
 T = TypeVar("T")
 
-__all__ = [
-    "LinearOp",
-    "Op",
-    "Precision",
-    "SameShape",
-    "refuse_unless_added",
-    "shifted",
-]
-
-
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
 

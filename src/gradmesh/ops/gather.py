@@ -13,8 +13,6 @@ from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
-__all__ = ["ROWS", "Gather", "Scatter"]
-
 
 @dataclass(frozen=True)
 class _AtRoot(LinearOp):

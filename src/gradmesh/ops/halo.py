@@ -17,8 +17,6 @@ from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import V
 
-__all__ = ["ROWS", "HaloExchange", "HaloReturn"]
-
 
 class Segment(NamedTuple):
     """Rows of one rank's shard."""

@@ -17,8 +17,6 @@ from gradmesh.ops.row import Example, Examples, Row, on_axis
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import Type
 
-__all__ = ["ROWS", "Mean"]
-
 
 @dataclass(frozen=True, init=False)
 class Mean(LinearOp):

@@ -16,8 +16,6 @@ from gradmesh.errors import MismatchError
 from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Axis, Transport
 
-__all__ = ["meaning"]
-
 
 def meaning(ops: Sequence[Op], xs: Sequence[Tensor]) -> list[Tensor]:
     """The results of all ranks of one call.

@@ -16,8 +16,6 @@ from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
-__all__ = ["ROWS", "NeighborAllToAll", "NeighborReturn", "Picked"]
-
 _NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
 """Dtypes without index_select in torch."""
 

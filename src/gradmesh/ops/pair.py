@@ -13,8 +13,6 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.ops.transport import Transport
 from gradmesh.types import V
 
-__all__ = ["Receive", "Send"]
-
 
 @dataclass(frozen=True)
 class _Pair(LinearOp):

@@ -16,8 +16,6 @@ from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import V
 
-__all__ = ["ROWS", "Extents", "Permute", "Shift"]
-
 
 @dataclass(frozen=True)
 class Extents:

@@ -9,8 +9,6 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis
 
-__all__ = ["Example", "Examples", "Row", "on_axis", "uneven"]
-
 Example = tuple[LinearOp, Sequence[int]]
 """An op on an axis, and the shape of this rank's operand."""
 

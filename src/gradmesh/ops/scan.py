@@ -11,8 +11,6 @@ from gradmesh.ops.row import Examples, Row
 from gradmesh.ops.transport import Transport
 from gradmesh.types import V
 
-__all__ = ["ROWS", "Exscan", "Scan"]
-
 
 @dataclass(frozen=True)
 class Scan(SameShape):

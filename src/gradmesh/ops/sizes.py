@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op
 
-__all__ = ["EQUAL", "Sizes", "balanced", "intervals"]
-
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:
     """Split `total` over the ranks; the first `total % ranks` of them get one more.

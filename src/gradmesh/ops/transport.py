@@ -30,19 +30,6 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError
 
-__all__ = [
-    "Axis",
-    "PlainAxis",
-    "Transport",
-    "as_flat",
-    "assemble",
-    "bytes_of",
-    "counts",
-    "dense",
-    "flattened",
-    "pack",
-]
-
 
 class Axis(Protocol):
     """The ranks that an op runs over; its text is shown in errors."""
