@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradmesh import __version__
 from gradmesh._torch.operators import redistribution_observer
@@ -15,10 +15,12 @@ from gradmesh._util.environment import require
 from gradmesh.checker import findings as baselines
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.judging.context import Context
-from gradmesh.checker.lines import Line, lines_of
 from gradmesh.checker.report import counted, sarif, show, show_redistributions
 from gradmesh.checker.run import Target, check_script
 from gradmesh.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from gradmesh.checker.picture import Line
 
 FOUND, NOT_RUN = 1, 2
 """Exit status: errors were found; the script could not be run, or what is known of it is not enough."""
@@ -101,6 +103,8 @@ def check_command(
 
 
 def _first_lines(seen: list[list[Line]]) -> Callable[[Context], None]:
+    from gradmesh.checker.picture import lines_of
+
     def see(context: Context) -> None:
         if not seen:
             seen.append(lines_of(context))

@@ -39,7 +39,7 @@ from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.autograd.averaging import instances_of
 from gradmesh.checker.observed import Samplers, annotated, forget_overwritten, replaced
-from gradmesh.checker.recorder import Recorder, Writing
+from gradmesh.checker.recorder import Recorder, Verbs, Writing
 from gradmesh.checker.trace import (
     SUMMED_IN_STEP,
     Called,
@@ -65,7 +65,6 @@ from gradmesh.checker.trace import (
     refs,
     values_after,
 )
-from gradmesh.checker.verbs import Verbs
 from gradmesh.launch.process_ranks import seed_anew
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.base import Op as LibraryOp
