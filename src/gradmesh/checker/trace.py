@@ -321,26 +321,24 @@ class Step:
     buffers: dict[str, Tensor]
     site: int
     manual: bool = False
+    # the ranks of a DistributedDataParallel whose gradients are averaged; () without one
     wrapped: tuple[int, ...] = ()
-    """The ranks of a DistributedDataParallel whose gradients are averaged; () without one."""
+    # whether parameters move along what is in their `.grad`, as far as the first of them tells
     by_gradients: bool = True
-    """Whether parameters move along what is in their `.grad`, as far as the first of them tells."""
-    optimizer: int = -1
-    """The number of the optimizer; -1 for a step of the program's own."""
+    optimizer: int = -1  # the number of the optimizer; -1 for a step of the program's own
+    # the lines at which the program last wrote to buffers and frozen parameters
     written: dict[str, int] = field(default_factory=dict)
-    """The lines at which the program last wrote to buffers and frozen parameters."""
-    frozen: dict[str, Tensor] = field(default_factory=dict)
-    """Copies of the parameters that take no gradient."""
+    frozen: dict[str, Tensor] = field(default_factory=dict)  # copies of the parameters that take no gradient
+    # the frozen parameters and buffers that operators which gradients pass through used, with what these took
     taken: dict[str, list[int]] = field(default_factory=dict)
-    """The frozen parameters and buffers that operators which gradients pass through used, with what these took."""
+    # whether layers that do something else in evaluation were in training in any call for gradients
     modes: dict[str, bool] = field(default_factory=dict)
-    """Whether layers that do something else in evaluation were in training in any call for gradients."""
+    # parameters whose entries the step mixes without a collective, with the operator that does it and its line
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Parameters whose entries the step mixes without a collective, with the operator that does it and its line."""
+    # whether the program writes what an optimizer's step has left, along what is made of gradients
     left_over: bool = False
-    """Whether the program writes what an optimizer's step has left, along what is made of gradients."""
+    # the line that last computed a derivative by a transform of torch.func, where no backward was run
     transformed: int = -1
-    """The line that last computed a derivative by a transform of torch.func, where no backward was run."""
 
 
 @dataclass(slots=True)
