@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, shifted
 from gradmesh.ops.row import Example, Examples, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
@@ -16,15 +16,10 @@ from gradmesh.types import P, R, V
 
 
 @dataclass(frozen=True)
-class Split(LinearOp):
+class Split(Along):
     """An op that cuts or joins along a tensor dimension."""
 
-    dim: int  # the tensor dimension, counted from 0
     sizes: Sizes  # each rank's size along it
-
-    def batched(self) -> Split:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]

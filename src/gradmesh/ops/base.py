@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, TypedDict, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -265,6 +265,21 @@ class SameShape(LinearOp):
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The operand's shape."""
         return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Along(LinearOp):
+    """An op on parts of the ranks along one tensor dimension."""
+
+    dim: int  # the tensor dimension, counted from 0
+
+    def batched(self) -> Self:
+        """The same op one dimension further back."""
+        return replace(self, dim=self.dim + 1)
+
+    def ragged_dims(self) -> tuple[int, ...]:
+        """`dim`, as the ranks' sizes may differ along it."""
+        return (self.dim,)
 
 
 def _shown(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport
@@ -55,10 +55,9 @@ def plan(sizes: tuple[int, ...], left: int, right: int, wrap: bool) -> tuple[tup
 
 
 @dataclass(frozen=True)
-class _Halo(LinearOp):
+class _Halo(Along):
     """Base of the op and its adjoint."""
 
-    dim: int  # the sharded tensor dimension
     left: int  # rows taken from the ranks before
     right: int  # rows taken from the ranks after
     wrap: bool  # whether the last rank's neighbour is the first
@@ -72,14 +71,6 @@ class _Halo(LinearOp):
         params = super().params()
         params["halo"] = (params.pop("left"), params.pop("right"))
         return params
-
-    def batched(self) -> _Halo:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
-
-    def ragged_dims(self) -> tuple[int, ...]:
-        """`dim`, as sizes are explicit."""
-        return (self.dim,)
 
     @property
     def plan(self) -> tuple[tuple[Segment, ...], ...]:

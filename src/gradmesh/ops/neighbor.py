@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradmesh._util.dtypes import BITS
 from gradmesh.errors import DTypeError
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
@@ -44,10 +44,9 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class _Neighbor(LinearOp):
+class _Neighbor(Along):
     """Base of the op and its adjoint."""
 
-    dim: int  # the tensor dimension of the rows
     rows: Picked  # which of them are sent where
 
     identity = ()  # not kept: it has tensors
@@ -55,14 +54,6 @@ class _Neighbor(LinearOp):
     verb = "neighbor_all_to_all"
     src, dst = V, V
     rank_local_fields = ("rows",)
-
-    def batched(self) -> _Neighbor:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
-
-    def ragged_dims(self) -> tuple[int, ...]:
-        """`dim`, as ranks may have different numbers of rows."""
-        return (self.dim,)
 
     def accepts(self, dtype: torch.dtype) -> None:
         """Raise for a dtype without index_select."""
