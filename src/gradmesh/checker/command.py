@@ -42,21 +42,10 @@ def check_command(
 ) -> int:
     """Check a script, print and write what was found, and return the exit status.
 
-    Args:
-        arguments: the script and its own arguments; of a module the arguments alone.
-        module: the module to run instead, as `python -m` takes it.
-        ranks: the number of local ranks.
-        steps: how many optimizer steps to run.
-        timeout: seconds after which ranks that do nothing are stuck.
-        as_json: whether to print a line of JSON instead of text.
-        sarif_path: where to write a SARIF log.
-        baseline: a file of findings that are known, which are hidden.
-        write_baseline: where to write what is found, as a baseline for the next time.
-        picture: where to draw the first step's lines with the types of what they make, as PNG.
-        redistributions: whether to list where DTensor redistributed an operand that the program had not redistributed.
+    The arguments are the script and its own arguments, of a module these alone; the others are the options of the
+    command `gradmesh check`, which describes them.
 
-    Returns:
-        0 where no error was found, or all of it was written down as known; `FOUND`, or `NOT_RUN`.
+    Returns 0 where no error was found, or all of it was written down as known; else `FOUND`, or `NOT_RUN`.
 
     Raises:
         ArgumentError: there is no such script, or the baseline is none.

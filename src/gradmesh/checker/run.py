@@ -74,13 +74,8 @@ def check_script(
 ) -> Verdict:
     """Run a script on ranks, and judge what it did.
 
-    Args:
-        target: what to run.
-        ranks: how many processes.
-        steps: of an optimizer, after which the script is ended.
-        timeout: seconds after which ranks of which no more is heard are ended.
-        see: is shown each step that is judged.
-        progress: is called with what is done next.
+    It is ended after so many steps of an optimizer, and so are ranks of which no more is heard for `timeout` seconds.
+    `see` is shown each step that is judged, and `progress` is called with what is done next.
 
     Raises:
         ArgumentError: the script does not exist.
