@@ -38,6 +38,7 @@ from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.autograd.averaging import instances_of
+from gradmesh.autograd.traced import subclasses
 from gradmesh.checker.observed import Samplers, annotated, forget_overwritten, replaced
 from gradmesh.checker.recorder import Recorder, Verbs, Writing
 from gradmesh.checker.trace import (
@@ -110,7 +111,9 @@ class Optimizers:
     def watched(self) -> AbstractContextManager[None]:
         """Replace the methods of torch that make and schedule optimizers, so that their lines are recorded."""
         plateau = lr_scheduler.ReduceLROnPlateau
-        steps = [(kind, kind.__dict__["step"]) for kind in _schedulers() if "step" in kind.__dict__]
+        scheduler = lr_scheduler.LRScheduler  # of torch and of the program, as far as they are defined
+        kinds = dict.fromkeys((scheduler, *subclasses(scheduler)))
+        steps = [(kind, kind.__dict__["step"]) for kind in kinds if "step" in kind.__dict__]
         return replaced(
             (Optimizer, "__init__", self._makes(Optimizer.__init__)),
             (plateau, "__init__", self._makes_plateau(plateau.__init__)),
@@ -153,14 +156,6 @@ class Optimizers:
             return original(scheduler, *args, **kwargs)
 
         return step
-
-
-def _schedulers() -> list[Any]:
-    """The schedulers of torch and of the program, as far as they are defined."""
-    found: list[Any] = [lr_scheduler.LRScheduler]
-    for kind in found:
-        found += [sub for sub in kind.__subclasses__() if sub not in found]
-    return found
 
 
 def _numbers(value: Any) -> tuple[float, ...] | None:
