@@ -242,10 +242,6 @@ class Numbering:
         known = self._known.get(x)
         return None if known is None else known.id
 
-    def alias(self, x: Tensor) -> int | None:
-        """Number another view of known memory."""
-        return self._alias(x)
-
     def leaves(self) -> list[Tensor]:
         """The parameters that were met since the last step, but those whose memory was let go of, as FSDP does."""
         return [x for x, known in self._known.items() if known.leaf and (memory_of(x) or not x.numel())]
@@ -262,9 +258,12 @@ class Numbering:
         known = self._known.get(x)
         return known is not None and known.received
 
-    def _number(self, x: Tensor, active: bool, *, leaf: bool = False) -> int:
+    def _fresh(self) -> int:
         self._numbers += 1
-        return self._numbered(x, self._numbers, active, leaf=leaf)
+        return self._numbers
+
+    def _number(self, x: Tensor, active: bool, *, leaf: bool = False) -> int:
+        return self._numbered(x, self._fresh(), active, leaf=leaf)
 
     def _numbered(self, x: Tensor, number: int, active: bool, *, leaf: bool = False) -> int:
         self._known[x] = Known(number, active, version_of(x), leaf=leaf)
@@ -312,9 +311,9 @@ class Numbering:
             return bool(known.active)
         if x.requires_grad:
             return True
-        return bool(self.calls) and self._alias(x) is not None
+        return bool(self.calls) and self.alias(x) is not None
 
-    def _alias(self, x: Tensor) -> int | None:
+    def alias(self, x: Tensor) -> int | None:
         """Number another view of memory that is known, made without an operator."""
         owner = self._owner(x)
         if owner is None or (owner.is_leaf and not self.calls and not x.requires_grad):
@@ -351,7 +350,7 @@ class Numbering:
             self._known[x] = known
             self._share(x)
         elif not owner.is_leaf:
-            self._alias(x)
+            self.alias(x)
 
     def taken_back(self, kept: Tensor, x: Tensor) -> None:
         """Autograd takes it back, as another tensor."""
@@ -381,7 +380,7 @@ class Numbering:
             return self._leaf(x, self.modules.name_of(x)) if known is None else known.id
         if known is None and (x.requires_grad or self.calls):
             number = self._view(x) if x.requires_grad else None
-            number = self._alias(x) if number is None else number
+            number = self.alias(x) if number is None else number
             if number is not None:
                 return number
             if x.requires_grad and x.numel():  # where there is nothing, nothing is lost
@@ -734,10 +733,6 @@ class Recorder(Numbering, DispatchMode):
         self.writing = None
         return writing.ended(gave)
 
-    def _fresh(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
     def _arrives(self, func: Any, args: Any) -> bool:
         """Whether an operator is the end of a collective, which was written down when it began."""
         if func.overloadpacket.__name__ != "copy_" or args[0] not in self._awaited or args[1] in self._known:
@@ -926,8 +921,7 @@ class Recorder(Numbering, DispatchMode):
             # A product, with a mask that does not have to be drawn again.
             made, mask = result
             scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
-            self._numbers += 1
-            factor = Ref(self._numbers)
+            factor = Ref(self._fresh())
             self.tape.events.append(ProgramInput(factor.id, scale, random=_number_of_draw(mask)))
             outs = [self._number(made, True)]
             product = (event.args[0], factor)
@@ -1043,8 +1037,7 @@ class Recorder(Numbering, DispatchMode):
         pending = self.begins(call, may_follow=may_follow)
         pending.event.hidden = False
         if pending.event.followed:
-            self._numbers += 1
-            pending.event.outs = [self._numbers]
+            pending.event.outs = [self._fresh()]
         self.tape.events.append(pending.event)
         return pending
 
