@@ -25,6 +25,7 @@ from gradmesh.checker.judging.parameters import (
     ratio_of,
     tolerance,
 )
+from gradmesh.checker.judging.values import is_same_data
 from gradmesh.checker.replay import scale_of
 from gradmesh.checker.trace import Hooked, Op, ProgramInput, Root, Scaled, Sent, Tape, is_mean, refs
 
@@ -819,18 +820,11 @@ def label_losses(context: Context) -> None:
     ]
     for rank in ranks:
         copies, mean = context.truth.classes[rank], means[rank]
-        same = all(_same(labels[other], labels[rank]) for other in copies)
+        same = all(is_same_data(labels[other], labels[rank]) for other in copies)
         whole = averaged and len(places) == 1 and len(mean) == 1 and mean[0][3] and abs(mean[0][1] - 1) < 1e-6
         for root in (event for event in context.events(rank) if isinstance(event, Root)):
             root.copies, root.mean = copies, mean[0][0] if whole else 0
             root.counts = frozenset(x.numel() for x in labels[rank]) if same else frozenset()
-
-
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        x is y or (x.layout == torch.strided and not x.is_meta and x.shape == y.shape and torch.equal(x, y))
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 class _Summed(NamedTuple):

@@ -293,7 +293,7 @@ def masks(context: Context) -> list[Finding]:
             # Ranks may make masks of their own from one draw, and mask parameters for data of their own.
             apart = apart and len({each.mask.random for each in there}) > 1
             if apart and (
-                all(_same_data(data[rank], data[ranks[0]]) for rank in ranks)
+                all(is_same_data(data[rank], data[ranks[0]]) for rank in ranks)
                 or all(_is_of_a_call(context, rank, every[rank].event) for rank in ranks)
             ):
                 event = there[0].event
@@ -528,12 +528,14 @@ def _is_one(held: Sequence[dict[str, Tensor]]) -> bool:
 
 
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Not where they are sparse, which torch does not compare."""
-    return a.shape == b.shape and a.layout is b.layout is torch.strided and torch.equal(a, b)
+    """Not where they are sparse, which torch does not compare, or have no memory."""
+    plain = a.shape == b.shape and a.layout is b.layout is torch.strided
+    return plain and not a.is_meta and torch.equal(a, b)
 
 
-def _same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(own) == len(other) and all(map(_same_numbers, own, other))
+def is_same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two ranks have the same tensors."""
+    return own is other or (len(own) == len(other) and all(map(_same_numbers, own, other)))
 
 
 def overwritten_steps(context: Context, following: Sequence[Segment]) -> list[Finding]:
@@ -670,16 +672,11 @@ def averages_values(tapes: Sequence[Tape | None]) -> Place | None:
         sizes = {
             param.value.numel() for event in tape.events if isinstance(event, Step) for param in event.params
         }
-        stepped = 0
+        least, stepped = max(2, min(sizes, default=2)), False
         for event in tape.events:
-            stepped += isinstance(event, Step)
+            stepped = stepped or isinstance(event, Step)
             brings = isinstance(event, Sent) and event.kind.startswith(("all_reduce", "reduce", "all_gather"))
-            if (
-                stepped
-                and isinstance(event, Sent)
-                and brings
-                and _entries(event) >= max(2, min(sizes, default=2))
-            ):
+            if stepped and isinstance(event, Sent) and brings and _entries(event) >= least:
                 return with_text(tape.places, event.site)
     return None
 
