@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradmesh.checker.judging.context import Context
-from gradmesh.checker.lines import Line, lines_of
-from gradmesh.checker.picture import drawn
+from gradmesh.checker.picture import Line, drawn, lines_of
 from gradmesh.checker.run import Target, check_script
 from tests.scripts import WRONG
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradmesh.checker.lines import Line, lines_of
-from gradmesh.checker.picture import drawn
+from gradmesh.checker.picture import Line, drawn, lines_of
 from gradmesh.checker.run import Target, check_script
 from tests.scripts import WRONG
 from tools.charts import save

@@ -50,28 +50,18 @@ def _start(arguments: Sequence[str]) -> None:
     from _pytest.config import _prepareconfig
     from _pytest.terminal import TerminalReporter
 
-    changed = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": None, "PYTEST_PLUGINS": None}
-    before = {name: os.environ.get(name) for name in changed}
-    _set_environment(changed)
-    try:
-        plain = ["-c", os.devnull, "--noconftest", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    plain = ["-c", os.devnull, "--noconftest", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+            patch.delenv(name, raising=False)
         config = _prepareconfig([*plain, *arguments])
-    finally:
-        _set_environment(before)
     if not config.pluginmanager.has_plugin("terminalreporter"):
         config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")
     _Pytest.config = config
     item: Any = types.SimpleNamespace(config=config, ihook=config.hook)
     _Pytest.comparing = assertion.pytest_runtest_protocol(item)
     next(_Pytest.comparing)
-
-
-def _set_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def show(error: BaseException, fn: Callable[..., Any], config: Any = None) -> Any:

@@ -27,12 +27,7 @@ _Gathers = AllGather | AllGatherInvariant
 
 
 class _Message:
-    """One call that was sent for several coalesced calls.
-
-    Args:
-        pending: the one call.
-        cut: splits its result into theirs.
-    """
+    """One call that was sent for several coalesced calls; `cut` splits its result into theirs."""
 
     def __init__(self, pending: Pending[Tensor], cut: Callable[[Tensor], list[Tensor]]) -> None:
         self.pending = pending

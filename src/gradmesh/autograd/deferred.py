@@ -48,14 +48,11 @@ from gradmesh.transport.call_checks import DEFERRED, CallRecord
 
 
 def totals(deferred: list[DeferredReduction]) -> list[Tensor | None]:
-    """Run the deferred reductions of one axis.
+    """Run the deferred reductions of one axis; returns each leaf's gradient, None where no rank has one.
 
     The ranks first compare the reductions and exchange which of them have gradients. Then all gradients of one kind,
     dtype and device are reduced in one message: sums, means, and reduce-scatters with even or uneven sizes, along any
     dim. The adjoints of other ops are sent individually.
-
-    Returns:
-        Each leaf's gradient; None where no rank has one.
     """
     some = _on_any_rank(deferred)
     kinds: dict[Hashable, list[int]] = {}

@@ -625,14 +625,7 @@ class _Inbox:
 
 
 def receive(op: Receive, x: Tensor, then: Callable[[Tensor], Any], *, later: bool) -> Any:
-    """Receive a message, now or when it is waited for.
-
-    Args:
-        op: the op.
-        x: its operand.
-        then: computes the returned value from the op's result.
-        later: whether to return a `Pending`.
-    """
+    """Receive a message, now or, as a `Pending`, when it is waited for; `then` computes the returned value."""
     inbox, key = rank_state().get_or_create(_Inbox), (op.axis.group, op.peer)
     if not later:
         inbox.take(key)

@@ -144,7 +144,7 @@ _kinds: dict[str, type[Any]] = {kind.__name__: kind for kind in (Sizes, Extents,
 def _kind(name: str) -> type[Any]:
     """The class with a name."""
     if name not in _kinds:
-        _kinds.update((kind.__name__, kind) for kind in _derived(Op))
+        _kinds.update((kind.__name__, kind) for kind in subclasses(Op))
     if name not in _kinds:
         raise ArgumentError.of(
             f"the exported program calls an unknown op, {name}",
@@ -155,10 +155,11 @@ def _kind(name: str) -> type[Any]:
     return _kinds[name]
 
 
-def _derived(kind: type[Any]) -> Iterator[type[Any]]:
+def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """The subclasses of a class, and theirs."""
     for each in kind.__subclasses__():
         yield each
-        yield from _derived(each)
+        yield from subclasses(each)
 
 
 _decoded = BoundedCache()

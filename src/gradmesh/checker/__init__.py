@@ -4,13 +4,11 @@ findings.py    the list of what can be found (rules), what a check returns, and 
 run.py         the script on local ranks, recorded and judged
 hooks.py       what is hooked while the script runs: torch.distributed, autograd, optimizers, wrappers
 observed.py    what else a program does: samplers, handles, sharded state
-verbs.py       gradmesh's own verbs, as they are recorded
 trace.py       the tape: the records of one rank's run
-recorder.py    one rank's run: every operator, collective and backward, as a tape
+recorder.py    one rank's run: every operator, collective, verb of gradmesh and backward, as a tape
 replay.py      the recorded run again, as one process with the data of all ranks
 judging/       compares the two, and makes the findings: a file for each family of rules
-lines.py       the types of what each line makes
-picture.py     a picture of them
+picture.py     the types of what each line makes, and a picture of them
 report.py      a verdict as text for people, and as SARIF 2.1.0 for code hosts
 command.py     the command line's side: options, files, exit status
 """

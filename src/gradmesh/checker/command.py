@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradmesh import __version__
 from gradmesh._torch.operators import redistribution_observer
@@ -15,12 +15,12 @@ from gradmesh._util.environment import require
 from gradmesh.checker import findings as baselines
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.judging.context import Context
-from gradmesh.checker.lines import Line, lines_of
 from gradmesh.checker.report import counted, sarif, show, show_redistributions
 from gradmesh.checker.run import Target, check_script
 from gradmesh.errors import ArgumentError
 
-__all__ = ["FOUND", "NOT_RUN", "check_command"]
+if TYPE_CHECKING:
+    from gradmesh.checker.picture import Line
 
 FOUND, NOT_RUN = 1, 2
 """Exit status: errors were found; the script could not be run, or what is known of it is not enough."""
@@ -42,21 +42,10 @@ def check_command(
 ) -> int:
     """Check a script, print and write what was found, and return the exit status.
 
-    Args:
-        arguments: the script and its own arguments; of a module the arguments alone.
-        module: the module to run instead, as `python -m` takes it.
-        ranks: the number of local ranks.
-        steps: how many optimizer steps to run.
-        timeout: seconds after which ranks that do nothing are stuck.
-        as_json: whether to print a line of JSON instead of text.
-        sarif_path: where to write a SARIF log.
-        baseline: a file of findings that are known, which are hidden.
-        write_baseline: where to write what is found, as a baseline for the next time.
-        picture: where to draw the first step's lines with the types of what they make, as PNG.
-        redistributions: whether to list where DTensor redistributed an operand that the program had not redistributed.
+    The arguments are the script and its own arguments, of a module these alone; the others are the options of the
+    command `gradmesh check`, which describes them.
 
-    Returns:
-        0 where no error was found, or all of it was written down as known; `FOUND`, or `NOT_RUN`.
+    Returns 0 where no error was found, or all of it was written down as known; else `FOUND`, or `NOT_RUN`.
 
     Raises:
         ArgumentError: there is no such script, or the baseline is none.
@@ -103,6 +92,8 @@ def check_command(
 
 
 def _first_lines(seen: list[list[Line]]) -> Callable[[Context], None]:
+    from gradmesh.checker.picture import lines_of
+
     def see(context: Context) -> None:
         if not seen:
             seen.append(lines_of(context))

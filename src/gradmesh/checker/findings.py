@@ -19,23 +19,14 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of finding.
+    """One kind of finding."""
 
-    Attributes:
-        id: as findings, pages and SARIF files spell it.
-        name: the same in words.
-        severity: "error" or "warning".
-        short: what is wrong, as a sentence.
-        why: how it comes about and what it does to the training, as one or more sentences.
-        remedy: what to change.
-    """
-
-    id: str
-    name: str
-    severity: Severity
-    short: str
-    why: str
-    remedy: str
+    id: str  # as findings, pages and SARIF files spell it
+    name: str  # the same in words
+    severity: Severity  # "error" or "warning"
+    short: str  # what is wrong, as a sentence
+    why: str  # how it comes about and what it does to the training, as one or more sentences
+    remedy: str  # what to change
 
     @property
     def page(self) -> str:
@@ -44,15 +35,7 @@ class Rule:
 
     def as_json(self) -> dict[str, Any]:
         """The rule as values that JSON has."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "severity": self.severity,
-            "short": self.short,
-            "why": self.why,
-            "remedy": self.remedy,
-            "page": self.page,
-        }
+        return {**asdict(self), "page": self.page}
 
 
 _ALL = (
@@ -397,19 +380,12 @@ Status = Literal["complete", "stopped", "not-run"]
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the user's program.
+    """A line of the user's program."""
 
-    Attributes:
-        file: the path, as the user would open it.
-        line: the line, from 1.
-        function: the function around it, with the classes around that; "<module>" at the top.
-        text: the line's source, stripped; empty where it is not known.
-    """
-
-    file: str
-    line: int
-    function: str
-    text: str
+    file: str  # the path, as the user would open it
+    line: int  # the line, from 1
+    function: str  # the function around it, with the classes around that; "<module>" at the top
+    text: str  # the line's source, stripped; empty where it is not known
 
     def as_json(self) -> dict[str, Any]:
         """The place as values that JSON has."""
@@ -421,30 +397,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with the program.
+    """One thing that is wrong with the program."""
 
-    Attributes:
-        rule: which kind of thing.
-        message: what was seen here, as a sentence.
-        at: where it goes wrong; None where no line of the program is.
-        began: where it began, if that is another line.
-        received: where the wrong gradient is received, if `at` is the operator that it first differs at.
-        ranks: the global ranks that it was seen on; empty where that is unknown.
-        subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
-        remedy: how to fix it; the rule's where none is given.
-        by_number: whether a number of the program is taken for that of the ranks, which more ranks have to show.
-        step: the optimizer step, from 1, whose gradients or values show it; None if it is not of one step.
-    """
-
-    rule: Rule
-    message: str
-    at: Place | None
-    began: Place | None
-    ranks: tuple[int, ...]
+    rule: Rule  # which kind of thing
+    message: str  # what was seen here, as a sentence
+    at: Place | None  # where it goes wrong; None where no line of the program is
+    began: Place | None  # where it began, if that is another line
+    ranks: tuple[int, ...]  # the global ranks that it was seen on; empty where that is unknown
+    # what it was seen on: a parameter's name, a Function's, a group's; empty if there is none
     subject: str = ""
-    remedy: str = ""
+    remedy: str = ""  # how to fix it; the rule's where none is given
+    # whether a number of the program is taken for that of the ranks, which more ranks have to show
     by_number: bool = False
+    # where the wrong gradient is received, if `at` is the operator that it first differs at
     received: Place | None = None
+    # the optimizer step, from 1, whose gradients or values show it; None if it is not of one step
     step: int | None = None
 
     def __post_init__(self) -> None:
@@ -475,49 +442,32 @@ class Finding:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """DTensor redistributed the operand of an operator, and the program does not say so.
+    """DTensor redistributed the operand of an operator, and the program does not say so."""
 
-    Attributes:
-        at: the line.
-        operator: the operator, and whether that of a backward.
-        before, after: the placements.
-        size: bytes of the whole tensor.
-        times: how often, on the rank that did it most often.
-    """
-
-    at: Place | None
-    operator: str
+    at: Place | None  # the line
+    operator: str  # the operator, and whether that of a backward
+    # before, after: the placements
     before: str
     after: str
-    size: int
-    times: int
+    size: int  # bytes of the whole tensor
+    times: int  # how often, on the rank that did it most often
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found.
+    """What a check found."""
 
-    Attributes:
-        findings: what is wrong.
-        notes: what could not be followed, as sentences.
-        ranks: on how many ranks the script ran.
-        steps: how many optimizer steps were seen, and
-        followed: how many of them were followed, so that their gradients were checked; None where it was not counted.
-        seconds: how long the script ran under the checker, "checked", and the comparison took, "judged".
-        status: whether all of it ran.
-        memory: the most bytes that the ranks and the comparison held together, as far as it is known.
-        redistributions: of DTensors, which the program does not ask for.
-    """
-
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
-    ranks: int
-    steps: int
+    findings: tuple[Finding, ...]  # what is wrong
+    notes: tuple[str, ...]  # what could not be followed, as sentences
+    ranks: int  # on how many ranks the script ran
+    steps: int  # how many optimizer steps were seen
+    # how long the script ran under the checker, "checked", and the comparison took, "judged"
     seconds: dict[str, float] = field(default_factory=dict)
-    status: Status = "complete"
+    status: Status = "complete"  # whether all of it ran
+    # how many of the steps were followed, so that their gradients were checked; None where it was not counted
     followed: int | None = None
-    memory: int = 0
-    redistributions: tuple[Redistribution, ...] = ()
+    memory: int = 0  # the most bytes that the ranks and the comparison held together, as far as it is known
+    redistributions: tuple[Redistribution, ...] = ()  # of DTensors, which the program does not ask for
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -551,11 +501,7 @@ class Verdict:
 
 
 def root(folder: Path | None = None) -> Path:
-    """The folder that files are named from: the nearest one upward that is under version control, else the folder.
-
-    Args:
-        folder: where to begin; the current folder if there is none.
-    """
+    """The nearest folder upward that is under version control, from which files are named; else the folder itself."""
     folder = (folder or Path.cwd()).resolve()
     return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
@@ -584,9 +530,7 @@ def place_of(finding: Finding) -> Place:
 def fingerprint(finding: Finding, base: Path | None = None) -> str:
     """What stays when lines move: rule, file, function, source text without its spaces, and subject.
 
-    Args:
-        finding: what is known by it.
-        base: the folder that files are named from; `root()` if there is none.
+    Files are named from `base`; from `root()` if there is none.
     """
     place = place_of(finding)
     file = relative(place.file, base or root()) if place.file else ""
@@ -610,19 +554,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Known:
-    """A finding of a baseline.
+    """A finding of a baseline."""
 
-    Attributes:
-        fingerprint: what it is known by.
-        rule: the rule's id.
-        where: file and function, for people.
-        subject: what it was seen on.
-    """
-
-    fingerprint: str
-    rule: str
-    where: str
-    subject: str
+    fingerprint: str  # what it is known by
+    rule: str  # the rule's id
+    where: str  # file and function, for people
+    subject: str  # what it was seen on
 
     def __str__(self) -> str:
         return f"{self.rule} {self.where}" + (f" ({self.subject})" if self.subject else "")
@@ -630,17 +567,11 @@ class Known:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Findings beside a baseline.
+    """Findings beside a baseline."""
 
-    Attributes:
-        new: those that it does not have.
-        hidden: those that it has.
-        gone: what it has and no longer occurs.
-    """
-
-    new: tuple[Finding, ...]
-    hidden: tuple[Finding, ...]
-    gone: tuple[Known, ...]
+    new: tuple[Finding, ...]  # those that it does not have
+    hidden: tuple[Finding, ...]  # those that it has
+    gone: tuple[Known, ...]  # what it has and no longer occurs
 
 
 def write(path: Path, findings: Sequence[Finding], base: Path | None = None) -> None:

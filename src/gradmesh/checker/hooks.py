@@ -17,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ from gradmesh._torch import functorch_active
 from gradmesh._torch.operators import local_part
 from gradmesh._util.call_sites import is_of_the_program, user_frame
 from gradmesh.autograd.averaging import instances_of
-from gradmesh.checker.observed import Samplers, annotated, forget_overwritten
-from gradmesh.checker.recorder import Recorder, Writing
+from gradmesh.autograd.traced import subclasses
+from gradmesh.checker.observed import Samplers, annotated, forget_overwritten, replaced
+from gradmesh.checker.recorder import Recorder, Verbs, Writing
 from gradmesh.checker.trace import (
     SUMMED_IN_STEP,
     Called,
@@ -64,7 +66,6 @@ from gradmesh.checker.trace import (
     refs,
     values_after,
 )
-from gradmesh.checker.verbs import Verbs
 from gradmesh.launch.process_ranks import seed_anew
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.base import Op as LibraryOp
@@ -81,8 +82,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr"}
 class Optimizers:
     """The optimizers of a rank, with the lines that made them and that changed their settings.
 
-    Args:
-        recorder: gives the lines; its tape takes the values that a `ReduceLROnPlateau` is given.
+    The recorder gives the lines; its tape takes the values that a `ReduceLROnPlateau` is given.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -108,22 +108,17 @@ class Optimizers:
             found += [own] * len(group["params"])
         return found
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Replace the methods of torch that make and schedule optimizers, so that their lines are recorded."""
-        made, plateau = Optimizer.__init__, lr_scheduler.ReduceLROnPlateau.__init__
-        steps = [(kind, kind.__dict__["step"]) for kind in _schedulers() if "step" in kind.__dict__]
-        Optimizer.__init__ = self._makes(made)  # type: ignore[method-assign]
-        lr_scheduler.ReduceLROnPlateau.__init__ = self._makes_plateau(plateau)  # type: ignore[method-assign]
-        for kind, step in steps:
-            kind.step = self._schedules(step)
-        try:
-            yield
-        finally:
-            Optimizer.__init__ = made  # type: ignore[method-assign]
-            lr_scheduler.ReduceLROnPlateau.__init__ = plateau  # type: ignore[method-assign]
-            for kind, step in steps:
-                kind.step = step
+        plateau = lr_scheduler.ReduceLROnPlateau
+        scheduler = lr_scheduler.LRScheduler  # of torch and of the program, as far as they are defined
+        kinds = dict.fromkeys((scheduler, *subclasses(scheduler)))
+        steps = [(kind, kind.__dict__["step"]) for kind in kinds if "step" in kind.__dict__]
+        return replaced(
+            (Optimizer, "__init__", self._makes(Optimizer.__init__)),
+            (plateau, "__init__", self._makes_plateau(plateau.__init__)),
+            *((kind, "step", self._schedules(step)) for kind, step in steps),
+        )
 
     def _makes(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -163,14 +158,6 @@ class Optimizers:
         return step
 
 
-def _schedulers() -> list[Any]:
-    """The schedulers of torch and of the program, as far as they are defined."""
-    found: list[Any] = [lr_scheduler.LRScheduler]
-    for kind in found:
-        found += [sub for sub in kind.__subclasses__() if sub not in found]
-    return found
-
-
 def _numbers(value: Any) -> tuple[float, ...] | None:
     """A setting as numbers; None if it is anything else."""
     if isinstance(value, Tensor):
@@ -203,22 +190,13 @@ def watched(
     watcher = _Watcher(recorder, steps, enough, second_epoch)
     recorder.written_by_hand, recorder.renews = watcher.writes_itself, watcher.renews
     recorder.writes_left_over = watcher.writes_left_over
-    function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
-    apply = function.__dict__["apply"]
     hooks = (
         register_optimizer_step_pre_hook(watcher.before_step),
         register_optimizer_step_post_hook(watcher.after_step),
     )
-    function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
-    torch.autograd.backward = watcher.start(backward)
-    torch.autograd.grad = watcher.asked(grad)
-    ddp = torch.nn.parallel.DistributedDataParallel
-    communicate = ddp.register_comm_hook
-    ddp.register_comm_hook = watcher.communicated(communicate)  # type: ignore[method-assign]
-    register, accumulate = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
-    Tensor.register_hook = watcher.hooked(register)  # type: ignore[method-assign]
-    Tensor.register_post_accumulate_grad_hook = watcher.accumulated(accumulate)  # type: ignore[method-assign]
-    disable, hooked = graph.disable_saved_tensors_hooks, saved_tensors_hooks(watcher.saves, lambda x: x)
+    autograd, function = torch.autograd, torch.autograd.Function
+    ddp, disable = DistributedDataParallel, graph.disable_saved_tensors_hooks
+    hooked = saved_tensors_hooks(watcher.saves, lambda x: x)
 
     @contextlib.contextmanager
     def without(words: str) -> Iterator[None]:
@@ -231,10 +209,22 @@ def watched(
         finally:
             hooked.__enter__()
 
-    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     torch.nn.Parameter.data = property(Tensor.data.__get__, watcher.assigns)  # type: ignore[assignment, attr-defined]
     try:
         with (
+            replaced(
+                (function, "apply", classmethod(watcher.applied(function.__dict__["apply"]))),
+                (autograd, "backward", watcher.start(autograd.backward)),
+                (autograd, "grad", watcher.asked(autograd.grad)),
+                (ddp, "register_comm_hook", watcher.communicated(ddp.register_comm_hook)),
+                (Tensor, "register_hook", watcher.hooked(Tensor.register_hook)),
+                (
+                    Tensor,
+                    "register_post_accumulate_grad_hook",
+                    watcher.accumulated(Tensor.register_post_accumulate_grad_hook),
+                ),
+                (graph, "disable_saved_tensors_hooks", without),
+            ),
             annotated(recorder.tape, recorder.site, recorder.unseen),
             hooked,
             watcher.optimizers.watched(),
@@ -243,12 +233,7 @@ def watched(
         ):
             yield
     finally:
-        graph.disable_saved_tensors_hooks = disable
         del torch.nn.Parameter.data
-        function.apply = apply  # type: ignore[method-assign]
-        torch.autograd.backward, torch.autograd.grad = backward, grad
-        Tensor.register_hook, Tensor.register_post_accumulate_grad_hook = register, accumulate  # type: ignore[method-assign]
-        ddp.register_comm_hook = communicate  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -324,14 +309,7 @@ class _Watcher:
         return apply
 
     def _over(self, call: Called, args: tuple[Any, ...], result: Any, *, followed: bool) -> None:
-        """A call has been made.
-
-        Args:
-            call: what the tape has of it.
-            args: what it was given.
-            result: what it returned.
-            followed: whether it is one of the library's own, which is followed without what it returns beside.
-        """
+        """A call has been made; of one of the library's own what it returns beside its result is not followed."""
         to = self._to
         call.ins = [to.id_of(x) for x in args if isinstance(x, Tensor)]
         made = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
@@ -663,9 +641,7 @@ class _Watcher:
     def writes_itself(self, x: Tensor, of_gradient: bool | None) -> bool:
         """The program is about to write to a tensor: whether that is its own step, the first write or a later one.
 
-        Args:
-            x: the tensor.
-            of_gradient: whether it becomes what its gradient alone makes of it; None where no gradient is new.
+        `of_gradient` says whether it becomes what its gradient alone makes of it; None where no gradient is new.
         """
         to = self._to
         if of_gradient is not None:
@@ -790,14 +766,8 @@ def run_rank(
 ) -> None:
     """Run a script as one rank, in a process that is made for it and ends with it.
 
-    Args:
-        rank: as torchrun's environment says.
-        size: how many there are.
-        port: where they meet.
-        target: what to run.
-        folder: where the tape and what the script prints go.
-        steps: of an optimizer, after which it ends.
-        record: whether to record; else it only runs, as long.
+    The tape and what the script prints go to the folder. It ends after so many steps of an optimizer; without `record`
+    it only runs, as long.
     """
     path = Path(folder) / f"{rank}.out"
     stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -928,8 +898,7 @@ def _not_used(error: str) -> tuple[str, ...]:
     return tuple(named[i] for i in map(int, found[1].split()) if i < len(named))
 
 
-@contextlib.contextmanager
-def _on_this_machine(recorder: Recorder) -> Any:
+def _on_this_machine(recorder: Recorder) -> AbstractContextManager[None]:
     """Gloo where a script asks for NCCL and there is no GPU."""
     original = dist.init_process_group
 
@@ -940,8 +909,4 @@ def _on_this_machine(recorder: Recorder) -> Any:
             kwargs.pop("device_id", None)
         return original(backend, *args, **kwargs)
 
-    dist.init_process_group = init
-    try:
-        yield
-    finally:
-        dist.init_process_group = original
+    return replaced((dist, "init_process_group", init))

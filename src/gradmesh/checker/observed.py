@@ -25,35 +25,42 @@ from gradmesh.checker.trace import Annotation, Epoch, Tape, Unwaited, address_of
 from gradmesh.type_inference.tracker import memory_of
 
 
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes of modules and classes have other values in here: each with what has it, and its name."""
+    before = [(holder, name, vars(holder)[name]) for holder, name, _ in changes]
+    try:
+        for holder, name, value in changes:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
+
+
 class Samplers:
     """Records which samples each `DistributedSampler` gives its rank in each epoch.
 
-    Args:
-        tape: takes them.
-        site: the number of the program's line that is being run.
-        again: is called when a sampler begins its second epoch.
+    `again` is called when a sampler begins its second epoch.
     """
 
     def __init__(self, tape: Tape, site: Callable[[], int], again: Callable[[], None]) -> None:
         self._tape, self._site, self._again = tape, site, again
         self._known: WeakKeyDictionary[Any, tuple[int, list[bool]]] = WeakKeyDictionary()
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Replace the methods of samplers."""
-        begins, sets = DistributedSampler.__iter__, DistributedSampler.set_epoch
+        sets = DistributedSampler.set_epoch
 
         @functools.wraps(sets)
         def set_epoch(sampler: Any, epoch: int) -> None:
             self._of(sampler)[1].append(True)
             sets(sampler, epoch)
 
-        DistributedSampler.__iter__ = self._iterates(begins)  # type: ignore[method-assign]
-        DistributedSampler.set_epoch = set_epoch  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            DistributedSampler.__iter__, DistributedSampler.set_epoch = begins, sets  # type: ignore[method-assign]
+        iterates = self._iterates(DistributedSampler.__iter__)
+        return replaced(
+            (DistributedSampler, "__iter__", iterates), (DistributedSampler, "set_epoch", set_epoch)
+        )
 
     def _of(self, sampler: Any) -> tuple[int, list[bool]]:
         return self._known.setdefault(sampler, (len(self._known), []))
@@ -140,14 +147,9 @@ def annotated(
                 note(x, [key for key in keys if isinstance(key, dist.ProcessGroup)])
         return result
 
-    places: list[Any] = [spmd, importlib.import_module("spmd_types.runtime")]
-    for place in places:
-        place.assert_type = assert_type
-    try:
+    places = spmd, importlib.import_module("spmd_types.runtime")
+    with replaced(*((place, "assert_type", assert_type) for place in places)):
         yield
-    finally:
-        for place in places:
-            place.assert_type = original
 
 
 def forget_overwritten(tape: Tape) -> None:
@@ -170,10 +172,6 @@ class Handles:
 
     A wait for a later call of the same group counts as a wait for this one, as calls of one NCCL stream end in order;
     but not of a group that the program itself gives Gloo, which runs calls in several threads.
-
-    Args:
-        tape: takes them.
-        site: the number of the program's line that is being run.
     """
 
     def __init__(self, tape: Tape, site: Callable[[], int]) -> None:
@@ -182,27 +180,14 @@ class Handles:
         self.in_order = True
         """Whether the program asked for a backend whose calls end in order."""
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Replace the functions that start calls, and the methods that wait for them."""
-        functions = {name: getattr(dist, name) for name in _STARTED}
-        methods = {
-            name: getattr(dist.Work, name) for name in ("wait", "is_completed", "get_future", "synchronize")
-        }
-        for name, function in functions.items():
-            setattr(dist, name, self._starts(name, function))
-        for name, method in methods.items():
-            setattr(dist.Work, name, self._waits(method))
-        barrier = dist.barrier
-        dist.barrier = self._starts("barrier", barrier)
-        try:
-            yield
-        finally:
-            dist.barrier = barrier
-            for name, function in functions.items():
-                setattr(dist, name, function)
-            for name, method in methods.items():
-                setattr(dist.Work, name, method)
+        functions = (*_STARTED, "barrier")
+        methods = ("wait", "is_completed", "get_future", "synchronize")
+        return replaced(
+            *((dist, name, self._starts(name, getattr(dist, name))) for name in functions),
+            *((dist.Work, name, self._waits(getattr(dist.Work, name))) for name in methods),
+        )
 
     def _starts(self, name: str, original: Any) -> Any:
         @functools.wraps(original)
@@ -255,11 +240,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 class Mixing:
-    """Finds what a step makes of a whole tensor, such as its norm, and moves its entries by.
-
-    Args:
-        site: the number of the program's line that is being run.
-    """
+    """Finds what a step makes of a whole tensor, such as its norm, and moves its entries by."""
 
     def __init__(self, site: Callable[[], int]) -> None:
         self._site = site

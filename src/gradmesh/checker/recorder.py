@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
-from gradmesh._torch import is_fake
+from gradmesh._torch import functorch_active, is_fake
 from gradmesh._torch.compilers import resolve_group
 from gradmesh._torch.operators import (
     DispatchMode,
@@ -39,6 +39,7 @@ from gradmesh._torch.operators import (
 )
 from gradmesh._util.call_sites import Site, call_site
 from gradmesh._util.structure import tensors_in
+from gradmesh.autograd.traced import encode
 from gradmesh.checker.findings import Place
 from gradmesh.checker.observed import Handles, Mixing
 from gradmesh.checker.trace import (
@@ -49,6 +50,7 @@ from gradmesh.checker.trace import (
     Changed,
     Changes,
     Gradients,
+    Lost,
     Modules,
     Moved,
     Op,
@@ -58,6 +60,7 @@ from gradmesh.checker.trace import (
     Scaled,
     Sent,
     Tape,
+    Term,
     Verb,
     Written,
     address_of,
@@ -65,34 +68,31 @@ from gradmesh.checker.trace import (
     is_multiple,
     nameless,
 )
+from gradmesh.ops.all_reduce import Extremum
+from gradmesh.ops.base import Op as LibraryOp
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.pair import Receive, Send
 from gradmesh.ops.transport import bytes_of
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import Instrument
+from gradmesh.transport.comm_thread import current_job
 from gradmesh.type_inference.collectives import COLLECTIVES
 from gradmesh.type_inference.tracker import memory_of
+from gradmesh.types import Type
 
 
 @dataclass(slots=True)
 class Known:
-    """What the recorder knows of a tensor.
+    """What the recorder knows of a tensor."""
 
-    Attributes:
-        id: its number on the tape.
-        active: whether a gradient passes to a parameter from it.
-        version: autograd's count of writes to data, when it was copied.
-        spoilt: whether it was written to where no gradients are followed.
-        leaf: whether it is a parameter.
-        received: whether another rank sent it.
-        given: of a parameter, what the tape has of it until it is used.
-        size: of a parameter, how many entries it had.
-    """
-
-    id: int
-    active: bool
-    version: int
-    spoilt: bool = False
-    leaf: bool = False
-    received: bool = False
-    given: ProgramInput | None = None
-    size: int = -1
+    id: int  # its number on the tape
+    active: bool  # whether a gradient passes to a parameter from it
+    version: int  # autograd's count of writes to data, when it was copied
+    spoilt: bool = False  # whether it was written to where no gradients are followed
+    leaf: bool = False  # whether it is a parameter
+    received: bool = False  # whether another rank sent it
+    given: ProgramInput | None = None  # of a parameter, what the tape has of it until it is used
+    size: int = -1  # of a parameter, how many entries it had
 
 
 _UNKNOWN = Known(-1, False, -1)
@@ -101,12 +101,7 @@ _UPDATES = {"add", "sub", "mul", "addcmul", "addcdiv", "lerp", "detach", "alias"
 
 
 class Numbering:
-    """The numbers of tensors, and the lines of the program, on one tape.
-
-    Args:
-        tape: what is written to.
-        modules: the names of the program's parameters.
-    """
+    """The numbers of tensors, and the lines of the program, on one tape; modules name the program's parameters."""
 
     def __init__(self, tape: Tape, modules: Modules) -> None:
         super().__init__()
@@ -247,10 +242,6 @@ class Numbering:
         known = self._known.get(x)
         return None if known is None else known.id
 
-    def alias(self, x: Tensor) -> int | None:
-        """Number another view of known memory."""
-        return self._alias(x)
-
     def leaves(self) -> list[Tensor]:
         """The parameters that were met since the last step, but those whose memory was let go of, as FSDP does."""
         return [x for x, known in self._known.items() if known.leaf and (memory_of(x) or not x.numel())]
@@ -267,9 +258,12 @@ class Numbering:
         known = self._known.get(x)
         return known is not None and known.received
 
-    def _number(self, x: Tensor, active: bool, *, leaf: bool = False) -> int:
+    def _fresh(self) -> int:
         self._numbers += 1
-        return self._numbered(x, self._numbers, active, leaf=leaf)
+        return self._numbers
+
+    def _number(self, x: Tensor, active: bool, *, leaf: bool = False) -> int:
+        return self._numbered(x, self._fresh(), active, leaf=leaf)
 
     def _numbered(self, x: Tensor, number: int, active: bool, *, leaf: bool = False) -> int:
         self._known[x] = Known(number, active, version_of(x), leaf=leaf)
@@ -317,9 +311,9 @@ class Numbering:
             return bool(known.active)
         if x.requires_grad:
             return True
-        return bool(self.calls) and self._alias(x) is not None
+        return bool(self.calls) and self.alias(x) is not None
 
-    def _alias(self, x: Tensor) -> int | None:
+    def alias(self, x: Tensor) -> int | None:
         """Number another view of memory that is known, made without an operator."""
         owner = self._owner(x)
         if owner is None or (owner.is_leaf and not self.calls and not x.requires_grad):
@@ -356,7 +350,7 @@ class Numbering:
             self._known[x] = known
             self._share(x)
         elif not owner.is_leaf:
-            self._alias(x)
+            self.alias(x)
 
     def taken_back(self, kept: Tensor, x: Tensor) -> None:
         """Autograd takes it back, as another tensor."""
@@ -386,7 +380,7 @@ class Numbering:
             return self._leaf(x, self.modules.name_of(x)) if known is None else known.id
         if known is None and (x.requires_grad or self.calls):
             number = self._view(x) if x.requires_grad else None
-            number = self._alias(x) if number is None else number
+            number = self.alias(x) if number is None else number
             if number is not None:
                 return number
             if x.requires_grad and x.numel():  # where there is nothing, nothing is lost
@@ -490,12 +484,7 @@ def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:
 
 
 class Writing:
-    """A backward that is running, and the tape of it.
-
-    Args:
-        number: gives a new number.
-        met: the gradients that it was given.
-    """
+    """A backward that is running, with the gradients that it was given, and the tape of it."""
 
     def __init__(self, number: Callable[[], int], met: Sequence[Tensor | None]) -> None:
         self.back = Back([], [None if x is None else x.detach().clone() for x in met], [], [])
@@ -541,21 +530,15 @@ class Writing:
 
 @dataclass(slots=True)
 class Call:
-    """A collective or a message before it is made.
+    """A collective or a message before it is made."""
 
-    Attributes:
-        kind: as `Sent` has it.
-        ranks, name: of the group.
-        ins: what is handed in.
-        outs: where the result is written; None where the operator makes it.
-        reduce, root, tag, splits, verb: as `Sent` has them.
-    """
-
-    kind: str
+    kind: str  # as `Sent` has it
+    # ranks, name: of the group
     ranks: tuple[int, ...]
     name: str
-    ins: list[Tensor]
-    outs: list[Tensor] | None
+    ins: list[Tensor]  # what is handed in
+    outs: list[Tensor] | None  # where the result is written; None where the operator makes it
+    # reduce, root, tag, splits, verb: as `Sent` has them
     reduce: str = ""
     root: int = -1
     tag: int = 0
@@ -617,24 +600,16 @@ _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 @dataclass(slots=True)
 class PendingEvent:
-    """A collective or a message that is under way.
+    """A collective or a message that is under way."""
 
-    Attributes:
-        event: what the tape has of it.
-        cut: whether autograd follows what is handed in, and not what comes.
-    """
-
-    event: Sent
-    cut: bool
+    event: Sent  # what the tape has of it
+    cut: bool  # whether autograd follows what is handed in, and not what comes
 
 
 class Recorder(Numbering, DispatchMode):
     """Records what this rank's program does while the context is open.
 
-    Args:
-        tape: what it writes to.
-        modules: the names of the program's parameters.
-        log: a file that says of each collective, before it is made, what it is.
+    The log is a file that says of each collective, before it is made, what it is.
     """
 
     def __init__(self, tape: Tape, modules: Modules, log: Path | None = None) -> None:
@@ -757,10 +732,6 @@ class Recorder(Numbering, DispatchMode):
             return None
         self.writing = None
         return writing.ended(gave)
-
-    def _fresh(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def _arrives(self, func: Any, args: Any) -> bool:
         """Whether an operator is the end of a collective, which was written down when it began."""
@@ -950,8 +921,7 @@ class Recorder(Numbering, DispatchMode):
             # A product, with a mask that does not have to be drawn again.
             made, mask = result
             scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
-            self._numbers += 1
-            factor = Ref(self._numbers)
+            factor = Ref(self._fresh())
             self.tape.events.append(ProgramInput(factor.id, scale, random=_number_of_draw(mask)))
             outs = [self._number(made, True)]
             product = (event.args[0], factor)
@@ -1005,12 +975,7 @@ class Recorder(Numbering, DispatchMode):
         return result
 
     def begins(self, call: Call, *, may_follow: bool = True) -> PendingEvent:
-        """Say that a collective or a message is about to be made, and take down what is handed in.
-
-        Args:
-            call: which.
-            may_follow: whether it can be run again.
-        """
+        """Say that a call is about to be made, which maybe cannot be run again, and take down what is handed in."""
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)
@@ -1072,8 +1037,7 @@ class Recorder(Numbering, DispatchMode):
         pending = self.begins(call, may_follow=may_follow)
         pending.event.hidden = False
         if pending.event.followed:
-            self._numbers += 1
-            pending.event.outs = [self._numbers]
+            pending.event.outs = [self._fresh()]
         self.tape.events.append(pending.event)
         return pending
 
@@ -1150,3 +1114,76 @@ def _number_of_draw(x: Tensor) -> int:
     if x.device.type != "cpu" or x.layout is not torch.strided or is_fake(x):
         return 1
     return 2 + zlib.crc32(bytes(bytes_of(x.detach().flatten()[:_DRAWN].contiguous()).tolist()))
+
+
+class Verbs(Instrument):
+    """What the library asks at each of its calls; the recorder writes them down."""
+
+    plain = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._to = recorder
+        self._begun: dict[int, PendingEvent] = {}
+        """Calls that another thread makes, by what autograd remembers of them."""
+
+    def queued(self, op: LibraryOp, x: Tensor, recorded: Any) -> None:
+        """Write down a call that another thread is about to make."""
+        if not self._to.quiet and not is_fake(x):
+            self._begun[id(recorded)] = self._write(op, x)
+
+    def called(self, op: LibraryOp, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
+        """Run an op of the library, and write it down."""
+        if current_job() is not None:  # what is recorded of a thread is that of the program's own
+            y = run()
+            pending = self._begun.pop(id(recorded), None)
+            if pending is not None:
+                self._to.made_verb(pending, y)
+            return y
+        if self._to.quiet or is_fake(x):
+            return run()
+        if functorch_active():  # another process could not read such a tensor
+            self._to.tape.events.append(
+                Lost(f"{op.verb} inside of a transform of torch.func", self._to.site())
+            )
+            with self._to.unseen():
+                return run()
+        pending = self._write(op, x)
+        with self._to.unseen():
+            y = run()
+        self._to.made_verb(pending, y)
+        return y
+
+    def declared(self, x: Tensor, axis: Axis, kind: Type) -> None:
+        """Remember of a loss that its ranks' are the terms of a sum."""
+        number = self._to.id_of(x)
+        if kind is Type.V and number is not None and not self._to.quiet:
+            self._to.tape.events.append(Term(number, tuple(axis.global_ranks)))
+
+    def _write(self, op: LibraryOp, x: Tensor) -> PendingEvent:
+        alone = op.axis.size == 1 or not (op.sends or isinstance(op, Send | Receive))
+        ranks = (self._to.tape.rank,) if alone else tuple(op.axis.global_ranks)
+        call = Call(op.verb, ranks, f"gradmesh {op.axis.name}", [x], None)
+        call.reduce = "max" if isinstance(op, Extremum) else "avg" if isinstance(op, Mean) else "sum"
+        if isinstance(op, Send | Receive):
+            call.root = op.peer
+            if isinstance(op, Receive):
+                call.ins = []
+        followed = torch.is_grad_enabled() or bool(self._to.calls)  # else it is stopped on purpose
+        rounds = op.comm_dtype is not None or op.backward_dtype is not None
+        code = encode(op)
+        call.verb = Verb(
+            code.words, code.numbers, list(map(_readable, code.tensors)), op.axis.rank, op.axis.size
+        )
+        pending = self._to.begins_verb(call, may_follow=followed and not rounds)
+        if rounds and followed and pending.event.phase == "apart":
+            self._to.tape.events.append(Lost(f"{op.verb} rounds what travels", pending.event.site))
+        return pending
+
+
+def _readable(x: Tensor) -> Tensor:
+    """An index as another process can read it: not what a transform of torch.func has left of one."""
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return torch.tensor(x.tolist(), dtype=x.dtype)
+    return x

@@ -186,12 +186,7 @@ def named_operator(name: str) -> Any:
 
 
 def results_of_verb(verbs: Sequence[Verb], ins: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank of a call gets.
-
-    Args:
-        verbs: of each rank; of one alone where nothing is sent.
-        ins: what each rank handed in.
-    """
+    """What each rank of a call gets, of what each handed in; where nothing is sent, of one rank alone."""
     ops = [decoded_on(Encoded(v.words, v.numbers, v.tensors, ""), v.rank, v.size, None) for v in verbs]
     with torch.enable_grad():
         return meaning(ops, ins)
@@ -200,12 +195,9 @@ def results_of_verb(verbs: Sequence[Verb], ins: Sequence[Tensor]) -> list[Tensor
 def results_of(
     calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
 ) -> list[list[Tensor]] | None:
-    """What each rank of a group gets; None where that is not known.
+    """What each rank of a group gets, of what each handed in; None where that is not known.
 
-    Args:
-        calls: of each rank.
-        ins: what each rank handed in.
-        shapes: of each rank's results, where they are written.
+    `shapes` are those of each rank's results, where they are written.
     """
     kind, first = calls[0].kind, calls[0]
     if first.verb is not None:
@@ -301,7 +293,7 @@ def put_back(events: Sequence[Event]) -> frozenset[int]:
                 for number in event.outs:
                     made[number] = {source[n] for n in event.ins if n in source}
         elif isinstance(event, Op) and event.call is None:
-            name, taken = event.name.split(".")[1], refs(event)
+            name, taken = event.base, refs(event)
             if name == "detach" and taken[0] not in source:
                 detached.setdefault(taken[0], []).extend(event.outs)
                 source.update(dict.fromkeys(event.outs, taken[0]))
@@ -364,44 +356,33 @@ class UnpairedError(UnfaithfulError):
 
 @dataclass
 class Rank:
-    """One rank, run again.
+    """One rank, run again."""
 
-    Attributes:
-        tensors: by number, as they are now.
-        given: what Functions took and have overwritten, by the numbers of the call and of the tensor.
-        leaves: parameters by number, which gradients are asked for.
-        attached: of what the program detached, what it was before.
-        roots: where backwards began.
-        lost: what the recorder could not follow.
-        declared: tensors that the program declares terms of a sum over some ranks, though all of these have its value,
-            and what is made of them.
-        terms: those ranks, of a loss that is such a term.
-        shaken: how far the last bits of its parameters are changed, in units of a few of these; 0 if not.
-        size: the number of all ranks.
-        senders: the names of Functions that send something on some rank, in forward or in backward.
-        unclear: backwards of which it is not known what they make of a gradient.
-        hooks: of tensors, in order.
-        returned: results of `detach` that stand for the tensor itself.
-        continues: whether a backward of this rank begins with a gradient that another rank sent.
-        missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
-    """
-
-    tensors: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)  # by number, as they are now
+    # what Functions took and have overwritten, by the numbers of the call and of the tensor
     given: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    # parameters by number, which gradients are asked for
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    # of what the program detached, what it was before
     attached: dict[int, Tensor] = field(default_factory=dict)
-    roots: list[tuple[Root, Tensor]] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
+    roots: list[tuple[Root, Tensor]] = field(default_factory=list)  # where backwards began
+    lost: list[Lost] = field(default_factory=list)  # what the recorder could not follow
+    # tensors of which it is not known where they came from, which counts where a loss depends on them
     missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
+    # tensors that the program declares terms of a sum over some ranks, though all of these have its value, and what is
+    # made of them
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    terms: set[int] = field(default_factory=set)
+    terms: set[int] = field(default_factory=set)  # those ranks, of a loss that is such a term
+    # how far the last bits of its parameters are changed, in units of a few of these; 0 if not
     shaken: float = 0.0
-    size: int = 1
+    size: int = 1  # the number of all ranks
+    # the names of Functions that send something on some rank, in forward or in backward
     senders: frozenset[str] = frozenset()
+    # backwards of which it is not known what they make of a gradient
     unclear: Unclear = field(default_factory=Unclear)
-    hooks: list[Hooked] = field(default_factory=list)
-    continues: bool = False
-    returned: frozenset[int] = frozenset()
+    hooks: list[Hooked] = field(default_factory=list)  # of tensors, in order
+    continues: bool = False  # whether a backward of this rank begins with a gradient that another rank sent
+    returned: frozenset[int] = frozenset()  # results of `detach` that stand for the tensor itself
 
     def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
         """Do what the events say; stops at each collective, until its results are there."""
@@ -499,7 +480,7 @@ class Rank:
             known = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: known[0] for number in event.outs if known})
         self.tensors.update(zip(event.outs, results_of_operator(event, self.tensors), strict=True))
-        if self.continues and event.name.split(".")[1] in _PACKS and self.attached.keys() & set(refs(event)):
+        if self.continues and event.base in _PACKS and self.attached.keys() & set(refs(event)):
             made = results_of_operator(event, {**self.tensors, **self.attached})
             self.attached.update(zip(event.outs, made, strict=True))
 
@@ -549,19 +530,14 @@ class Rank:
 
 @dataclass
 class Again:
-    """All ranks, run again.
+    """All ranks, run again."""
 
-    Attributes:
-        ranks: one by one.
-        groups: for each collective that was made by all of its ranks: its call on each of them.
-        messages: who sent which to whom, and how that rank took it.
-        calls: how many collectives gradients pass through.
-    """
-
-    ranks: list[Rank]
+    ranks: list[Rank]  # one by one
+    # for each collective that was made by all of its ranks: its call on each of them
     groups: list[dict[int, Sent]] = field(default_factory=list)
+    # who sent which to whom, and how that rank took it
     messages: list[tuple[int, Sent, int, Sent]] = field(default_factory=list)
-    calls: int = 0
+    calls: int = 0  # how many collectives gradients pass through
 
     @property
     def unclear(self) -> list[str]:
@@ -582,15 +558,9 @@ def _shaken(x: Tensor, by: float) -> Tensor:
 
 
 def run_again(parts: Sequence[Sequence[Event]], *, shaken: float = 0.0, kind: type[Rank] = Rank) -> Again:
-    """Run all ranks' events again, in one process.
+    """Run all ranks' events again, in one process; raises UnfaithfulError where it does not come out as it did.
 
-    Args:
-        parts: of each rank.
-        shaken: how far to change the last bits of all parameters, in units of a few of these.
-        kind: what runs a rank.
-
-    Raises:
-        UnfaithfulError: something is missing, or does not come out as it did.
+    The last bits of all parameters may be `shaken`, by so many units of a few of these; `kind` is what runs a rank.
     """
     calls = [event.call for part in parts for event in part if isinstance(event, Over)]
     senders = frozenset(call.name for call in calls if call.sends or call.sends_back)

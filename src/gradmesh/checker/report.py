@@ -16,12 +16,9 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
 
 def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
-    """Print what was found.
+    """Print what was found; rich omits colours where the console is not a terminal.
 
-    Args:
-        verdict: what was found.
-        console: where to; rich omits colours where it is not a terminal.
-        base: the folder that files are named from; the repository around the current folder if there is none.
+    Files are named from `base`; from the repository around the current folder if there is none.
     """
     from rich.text import Text
 
@@ -143,11 +140,8 @@ def sarif(
     new: else they take a hash of the lines around, and an edit beside the line opens the alert again. Rules have no
     helpUri, which has to be absolute: what the rule's page says stands in help.
 
-    Args:
-        verdict: what was found.
-        version: of gradmesh.
-        script: the file that was run; findings without a place are shown at its first line.
-        base: the folder that files are named from; the repository around the current folder if there is none.
+    Findings without a place are shown at the first line of the script, the file that was run. Files are named from
+    `base`; from the repository around the current folder if there is none.
     """
     base = base or root()
     results = [

@@ -35,8 +35,6 @@ from gradmesh.checker.trace import Recording, Tape
 from gradmesh.errors import ArgumentError
 from gradmesh.launch.process_ranks import held_port
 
-__all__ = ["Target", "check_script", "processor_time", "recorded"]
-
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
 
@@ -58,17 +56,11 @@ _PRELOADED = ["gradmesh.checker.hooks", COMPILER, "torch.nn.parallel"]
 
 @dataclass(frozen=True)
 class Target:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        path_or_module: a file, or a module as `python -m` takes it.
-        module: whether it is a module.
-        args: what the script finds in sys.argv behind its name.
-    """
-
-    path_or_module: str
-    module: bool = False
-    args: tuple[str, ...] = ()
+    path_or_module: str  # a file, or a module as `python -m` takes it
+    module: bool = False  # whether it is a module
+    args: tuple[str, ...] = ()  # what the script finds in sys.argv behind its name
 
 
 def check_script(
@@ -82,13 +74,8 @@ def check_script(
 ) -> Verdict:
     """Run a script on ranks, and judge what it did.
 
-    Args:
-        target: what to run.
-        ranks: how many processes.
-        steps: of an optimizer, after which the script is ended.
-        timeout: seconds after which ranks of which no more is heard are ended.
-        see: is shown each step that is judged.
-        progress: is called with what is done next.
+    It is ended after so many steps of an optimizer, and so are ranks of which no more is heard for `timeout` seconds.
+    `see` is shown each step that is judged, and `progress` is called with what is done next.
 
     Raises:
         ArgumentError: the script does not exist.
@@ -293,8 +280,7 @@ def _end_group(leader: int | None) -> None:
 def _waited(started: Sequence[Any], folder: Path, timeout: float, end: float) -> tuple[bool, dict[int, int]]:
     """Wait for the ranks, until they are over or nothing happens any more.
 
-    Returns:
-        Whether that was so, and the signals that killed ranks before, by rank.
+    Returns whether that was so, and the signals that killed ranks before, by rank.
     """
     stuck = _stand_still(started, folder, timeout, end)
     codes = [process.exitcode for process in started]

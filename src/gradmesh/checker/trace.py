@@ -34,27 +34,17 @@ class Ref:
 
 @dataclass(slots=True)
 class ProgramInput:
-    """A tensor that no recorded operator made: a parameter, data, what was computed without gradients.
+    """A tensor that no recorded operator made: a parameter, data, what was computed without gradients."""
 
-    Attributes:
-        id: its number.
-        value: a copy.
-        leaf: whether autograd accumulates a gradient for it.
-        name: of the parameter, as its module calls it; "" for what has none.
-        random: a number for what was drawn at random for it, the same where that is; 0: nothing.
-        lost: why it is not known where it came from, though autograd follows it; "" where that is known.
-        of: its number before the last step, where it was made before that; else -1.
-        site: of the line that took it, where it is lost.
-    """
-
-    id: int
-    value: Tensor
-    leaf: bool = False
-    name: str = ""
-    random: int = 0
+    id: int  # its number
+    value: Tensor  # a copy
+    leaf: bool = False  # whether autograd accumulates a gradient for it
+    name: str = ""  # of the parameter, as its module calls it; "" for what has none
+    random: int = 0  # a number for what was drawn at random for it, the same where that is; 0: nothing
+    # why it is not known where it came from, though autograd follows it; "" where that is known
     lost: str = ""
-    site: int = -1
-    of: int = -1
+    site: int = -1  # of the line that took it, where it is lost
+    of: int = -1  # its number before the last step, where it was made before that; else -1
 
 
 @dataclass(slots=True)
@@ -80,211 +70,151 @@ class Alias:
 
 @dataclass(slots=True)
 class Op:
-    """An operator that gradients pass through; inside of a hand-written Function's forward too.
+    """An operator that gradients pass through; inside of a hand-written Function's forward too."""
 
-    Attributes:
-        name: as "aten.mul.Tensor".
-        args, kwargs: with a `Ref` for each tensor.
-        outs: the numbers of the results' tensors, in order; that of an operand where it was written in place.
-        site: of the line, in the tape's `places`.
-        call: which call of a Function it is in.
-    """
-
-    name: str
+    name: str  # as "aten.mul.Tensor"
+    # args, kwargs: with a `Ref` for each tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # the numbers of the results' tensors, in order; that of an operand where it was written in place
     outs: list[int]
-    site: int
-    call: int | None
+    site: int  # of the line, in the tape's `places`
+    call: int | None  # which call of a Function it is in
+
+    @property
+    def base(self) -> str:
+        """The name without its namespace and overload, as "mul"."""
+        return self.name.split(".")[1]
 
 
 @dataclass(slots=True)
 class Verb:
-    """The op of one of the library's own calls, as `gradmesh.autograd.traced` has it.
+    """The op of one of the library's own calls, as `gradmesh.autograd.traced` has it."""
 
-    Attributes:
-        words, numbers, tensors: what it is made of.
-        rank, size: of the axis.
-    """
-
+    # words, numbers, tensors: what it is made of
     words: str
     numbers: list[int]
     tensors: list[Tensor]
+    # rank, size: of the axis
     rank: int
     size: int
 
 
 @dataclass(slots=True)
 class Sent:
-    """A collective, or a message.
+    """A collective, or a message."""
 
-    Attributes:
-        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
-            "send", "recv", "barrier".
-        group: its global ranks; name: what the ranks call it.
-        ins, outs: numbers of what is handed in and of what is written, or made.
-        reduce: how ranks are combined, in lower case; "" where they are not.
-        root: the rank of the group, or the peer of a message.
-        tag: of a message.
-        splits: rows to and from each rank of a flat all-to-all.
-        shapes: of what is handed in, for those whose gradients are not followed too.
-        rounded: whether that has 16 bits or fewer.
-        followed: whether the numbers are there, so that it can be run again.
-        hidden: whether autograd follows an operand and knows nothing of the call.
-        phase: "forward", "backward", or "apart" (no gradients are followed).
-        given: what was handed in to a sum of one number; None for anything else.
-        total: what a sum of one number came to, where it cannot be run again.
-        verb: where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is
-            sent.
-        parameters: the names of parameters that a broadcast or a sum before the first backward takes, or writes.
-        buffers: the names of buffers that a broadcast or a sum takes, or writes.
-        gradients: the names of the parameters whose gradients are handed in; "" for anything else.
-    """
-
+    # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
+    # "recv", "barrier"
     kind: str
-    group: tuple[int, ...]
-    name: str
+    group: tuple[int, ...]  # its global ranks
+    name: str  # what the ranks call it
+    # ins, outs: numbers of what is handed in and of what is written, or made
     ins: list[int]
     outs: list[int]
     site: int
     call: int | None
-    reduce: str = ""
-    root: int = -1
-    tag: int = 0
-    splits: tuple[list[int], list[int]] | None = None
+    reduce: str = ""  # how ranks are combined, in lower case; "" where they are not
+    root: int = -1  # the rank of the group, or the peer of a message
+    tag: int = 0  # of a message
+    splits: tuple[list[int], list[int]] | None = None  # rows to and from each rank of a flat all-to-all
+    # of what is handed in, for those whose gradients are not followed too
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    rounded: bool = False
-    followed: bool = False
-    hidden: bool = False
-    phase: str = "forward"
-    given: float | None = None
-    total: float | None = None
+    rounded: bool = False  # whether that has 16 bits or fewer
+    followed: bool = False  # whether the numbers are there, so that it can be run again
+    hidden: bool = False  # whether autograd follows an operand and knows nothing of the call
+    phase: str = "forward"  # "forward", "backward", or "apart" (no gradients are followed)
+    given: float | None = None  # what was handed in to a sum of one number; None for anything else
+    total: float | None = None  # what a sum of one number came to, where it cannot be run again
+    # where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is sent
     verb: Verb | None = None
+    # the names of parameters that a broadcast or a sum before the first backward takes, or writes
     parameters: list[str] = field(default_factory=list)
+    # the names of buffers that a broadcast or a sum takes, or writes
     buffers: list[str] = field(default_factory=list)
+    # the names of the parameters whose gradients are handed in; "" for anything else
     gradients: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Back:
-    """What a backward, or a hook, that sends nothing made of the gradients that it met.
+    """What a backward, or a hook, that sends nothing made of the gradients that it met."""
 
-    Attributes:
-        ops: its operators on these and on what was made of them, and the data that they took.
-        met, gave: copies of the gradients that it was given and that it returned.
-        ins, outs: their numbers, which are of this tape alone.
-        repeats: whether it can be run again: nothing of it was drawn at random in place.
-    """
-
+    # its operators on these and on what was made of them, and the data that they took
     ops: list[Op | ProgramInput]
+    # met, gave: copies of the gradients that it was given and that it returned
     met: list[Tensor | None]
     gave: list[Tensor | None]
     outs: list[int | None]
+    # ins, outs: their numbers, which are of this tape alone
     ins: list[int | None] = field(default_factory=list)
-    repeats: bool = True
+    repeats: bool = True  # whether it can be run again: nothing of it was drawn at random in place
 
 
 @dataclass(slots=True)
 class Called:
-    """A call of a hand-written Function that is over, and what its backward did when that ran.
+    """A call of a hand-written Function that is over, and what its backward did when that ran."""
 
-    Attributes:
-        number: which call.
-        name: of the class.
-        site: where it was called.
-        ins, outs: numbers of its tensors; None for one that the tape does not know.
-        begin: how many events there were before it.
-        sends: whether a collective is in its forward.
-        sends_back: whether one is in its backward.
-        received: the gradients of its results that backward met, and
-        returned: those of its operands that it gave; None until it ran.
-        ours: whether it is of torch itself or of gradmesh.
-        invariant: whether it is a verb whose result is said to be of type I.
-        back: what its backward did, where it sent nothing.
-        overwrote: the line at which its backward changed a gradient that it received in place; -1 for none.
-    """
-
-    number: int
-    name: str
-    site: int
+    number: int  # which call
+    name: str  # of the class
+    site: int  # where it was called
+    # ins, outs: numbers of its tensors; None for one that the tape does not know
     ins: list[int | None]
     outs: list[int | None]
-    begin: int
-    sends: bool = False
-    sends_back: bool = False
+    begin: int  # how many events there were before it
+    sends: bool = False  # whether a collective is in its forward
+    sends_back: bool = False  # whether one is in its backward
+    # received, returned: the gradients of its results that backward met, and those of its operands that it gave; None
+    # until it ran
     received: list[Tensor | None] | None = None
     returned: list[Tensor | None] | None = None
-    ours: bool = False
-    invariant: bool = False
-    back: Back | None = None
+    ours: bool = False  # whether it is of torch itself or of gradmesh
+    invariant: bool = False  # whether it is a verb whose result is said to be of type I
+    back: Back | None = None  # what its backward did, where it sent nothing
+    # the line at which its backward changed a gradient that it received in place; -1 for none
     overwrote: int = -1
 
 
 @dataclass(slots=True)
 class Over:
-    """A call of a hand-written Function is over: from here on its results stand for it.
+    """A call of a hand-written Function is over: from here on its results stand for it."""
 
-    Attributes:
-        call: which.
-        unseen: whether a result is of work that was not seen.
-    """
-
-    call: Called
-    unseen: bool = False
+    call: Called  # which
+    unseen: bool = False  # whether a result is of work that was not seen
 
 
 @dataclass(slots=True)
 class Hooked:
-    """A hook of a tensor changed its gradient, or sent something.
+    """A hook of a tensor changed its gradient, or sent something."""
 
-    Attributes:
-        id: the tensor's number.
-        back: what the hook did; None: it called a collective.
-        site: of the line that registered it.
-    """
-
-    id: int
-    back: Back | None
-    site: int
+    id: int  # the tensor's number
+    back: Back | None  # what the hook did; None: it called a collective
+    site: int  # of the line that registered it
 
 
 @dataclass(slots=True)
 class Root:
-    """A tensor that a backward began at.
+    """A tensor that a backward began at."""
 
-    Attributes:
-        id: its number.
-        value: a copy, to hold what is run again against.
-        weight: the gradient that it was given.
-        passed_on: whether that came from another rank, which has the loss.
-        held: the parameters, by name, where the rank has not stepped.
-        copies: the ranks that have the same loss,
-        counts: how many labels there are, where these ranks have the same ones, and
-        mean: over how many entries it is a mean; 0: none. These are known where the step was judged.
-    """
-
-    id: int
-    value: Tensor
-    weight: Tensor | None
-    passed_on: bool
+    id: int  # its number
+    value: Tensor  # a copy, to hold what is run again against
+    weight: Tensor | None  # the gradient that it was given
+    passed_on: bool  # whether that came from another rank, which has the loss
     site: int
+    # the parameters, by name, where the rank has not stepped
     held: dict[str, Tensor] = field(default_factory=dict)
-    copies: tuple[int, ...] = ()
-    counts: frozenset[int] = frozenset()
-    mean: int = 0
+    # known where the step was judged:
+    copies: tuple[int, ...] = ()  # the ranks that have the same loss
+    counts: frozenset[int] = frozenset()  # how many labels there are, where these ranks have the same ones
+    mean: int = 0  # over how many entries it is a mean; 0: none
 
 
 @dataclass(slots=True)
 class Term:
-    """A loss that `gradmesh.objective` made: its ranks' losses are terms of one, and have its value all of them.
+    """A loss that `gradmesh.objective` made: its ranks' losses are terms of one, and have its value all of them."""
 
-    Attributes:
-        id: its number.
-        group: the ranks.
-    """
-
-    id: int
-    group: tuple[int, ...]
+    id: int  # its number
+    group: tuple[int, ...]  # the ranks
 
 
 SUMMED_IN_STEP = "a sum over ranks in the optimizer's step"
@@ -293,144 +223,94 @@ SUMMED_IN_STEP = "a sum over ranks in the optimizer's step"
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What a program did to a gradient before the step, other than to multiply it or to add gradients up.
+    """What a program did to a gradient before the step, other than to multiply it or to add gradients up."""
 
-    Attributes:
-        what: the operator; "replaced" where it is not known what the gradient is made of, "taken away" where there is
-            none any more.
-        site: of the line.
-        before: what it was done to, where that is one tensor.
-    """
-
+    # the operator; "replaced" where it is not known what the gradient is made of, "taken away" where there is none any
+    # more
     what: str
-    site: int
-    before: Tensor | None = None
+    site: int  # of the line
+    before: Tensor | None = None  # what it was done to, where that is one tensor
 
 
 @dataclass(slots=True)
 class Settings:
-    """The numbers that an optimizer steps a group of parameters with.
+    """The numbers that an optimizer steps a group of parameters with."""
 
-    Attributes:
-        numbers: by the setting's name, such as "lr" and "betas".
-        made: the line that made the optimizer.
-        scheduled: the line of the last step of a scheduler of it; -1 where there was none.
-    """
-
-    numbers: dict[str, tuple[float, ...]]
-    made: int
-    scheduled: int = -1
+    numbers: dict[str, tuple[float, ...]]  # by the setting's name, such as "lr" and "betas"
+    made: int  # the line that made the optimizer
+    scheduled: int = -1  # the line of the last step of a scheduler of it; -1 where there was none
 
 
 @dataclass(slots=True)
 class Plateau:
-    """A `ReduceLROnPlateau`.
+    """A `ReduceLROnPlateau`."""
 
-    Attributes:
-        optimizer: the number of its optimizer.
-        made: the line that made it.
-        given: the values that it was given, each with the line.
-    """
-
-    optimizer: int
-    made: int
+    optimizer: int  # the number of its optimizer
+    made: int  # the line that made it
+    # the values that it was given, each with the line
     given: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Epoch:
-    """What a `DistributedSampler` gives its rank, from one `iter` of it to the next.
+    """What a `DistributedSampler` gives its rank, from one `iter` of it to the next."""
 
-    Attributes:
-        sampler: its number, as they are first used.
-        site: of the line.
-        size: of the data set that `indices` count in, behind `Subset`s.
-        replicas, rank, shuffle: as it has them.
-        is_set: whether `set_epoch` was called before.
-        seed: what its order depends on, with the epoch.
-        padding: how many samples it repeats, so that all ranks have as many.
-    """
-
-    sampler: int
-    site: int
-    size: int
+    sampler: int  # its number, as they are first used
+    site: int  # of the line
+    size: int  # of the data set that `indices` count in, behind `Subset`s
+    # replicas, rank, shuffle: as it has them
     replicas: int
     rank: int
     shuffle: bool
-    is_set: bool
-    seed: tuple[int, int]
-    padding: int
+    is_set: bool  # whether `set_epoch` was called before
+    seed: tuple[int, int]  # what its order depends on, with the epoch
+    padding: int  # how many samples it repeats, so that all ranks have as many
     indices: list[int]
 
 
 @dataclass(slots=True)
 class Annotation:
-    """A tensor was given types with `spmd_types.assert_type`.
+    """A tensor was given types with `spmd_types.assert_type`."""
 
-    Attributes:
-        site: the line.
-        types: "R", "I", "V" or "P", by the ranks of the axis.
-        value, gradient: of the tensor then, unless it was overwritten, and the first one that came to it in a backward.
-        of: the tensor, while the program runs.
-    """
-
-    site: int
-    types: dict[tuple[int, ...], str]
+    site: int  # the line
+    types: dict[tuple[int, ...], str]  # "R", "I", "V" or "P", by the ranks of the axis
+    # value, gradient: of the tensor then, unless it was overwritten, and the first one that came to it in a backward
     value: Tensor | None
     gradient: Tensor | None = None
-    of: Tensor | None = None
+    of: Tensor | None = None  # the tensor, while the program runs
 
 
 @dataclass(slots=True)
 class Unwaited:
-    """The result of an asynchronous call was used before the call was waited for.
+    """The result of an asynchronous call was used before the call was waited for."""
 
-    Attributes:
-        kind: of the call.
-        started, used: the lines.
-        subject: the parameter whose gradient it is, where a step used it; else "".
-    """
-
-    kind: str
+    kind: str  # of the call
+    # started, used: the lines
     started: int
     used: int
-    subject: str
+    subject: str  # the parameter whose gradient it is, where a step used it; else ""
 
 
 @dataclass(slots=True)
 class Param:
-    """A parameter at an optimizer step.
+    """A parameter at an optimizer step."""
 
-    Attributes:
-        name: as its module calls it.
-        id: of the leaf of this rank's tape; None where it was not used.
-        value, grad: copies, before the step; of this rank's part.
-        after: the value after the step.
-        mesh: the global ranks of a DTensor's mesh, nested as that is; None for a plain tensor.
-        placements: of a DTensor: ("shard", dim), ("replicate", 0) or ("partial", 0) for each mesh dim.
-        grad_placements: those of its gradient.
-        whole: the DTensor's whole shape.
-        factor: what the gradient was multiplied by in another tensor than its own, and
-        share: the same, where it may be that of a mean over ranks.
-        changed: what else was done to it.
-        settings: of the optimizer; None where the program steps by itself.
-        copied: whether the program steps it by itself, and another parameter has the same value.
-    """
-
-    name: str
-    id: int | None
+    name: str  # as its module calls it
+    id: int | None  # of the leaf of this rank's tape; None where it was not used
+    # value, grad: copies, before the step; of this rank's part
     value: Tensor
     grad: Tensor | None
-    after: Tensor | None = None
-    mesh: Any = None
+    after: Tensor | None = None  # the value after the step
+    mesh: Any = None  # the global ranks of a DTensor's mesh, nested as that is; None for a plain tensor
+    # of a DTensor: ("shard", dim), ("replicate", 0) or ("partial", 0) for each mesh dim
     placements: list[tuple[str, int]] = field(default_factory=list)
-    grad_placements: list[tuple[str, int]] = field(default_factory=list)
-    whole: tuple[int, ...] = ()
-    factor: float = 1.0
-    share: float = 1.0
-    changed: Changed | None = None
-    settings: Settings | None = None
-    copied: bool = False
+    grad_placements: list[tuple[str, int]] = field(default_factory=list)  # those of its gradient
+    whole: tuple[int, ...] = ()  # the DTensor's whole shape
+    factor: float = 1.0  # what the gradient was multiplied by in another tensor than its own
+    share: float = 1.0  # the same, where it may be that of a mean over ranks
+    changed: Changed | None = None  # what else was done to it
+    settings: Settings | None = None  # of the optimizer; None where the program steps by itself
+    copied: bool = False  # whether the program steps it by itself, and another parameter has the same value
 
 
 @dataclass(slots=True)
@@ -441,46 +321,36 @@ class Step:
     buffers: dict[str, Tensor]
     site: int
     manual: bool = False
+    # the ranks of a DistributedDataParallel whose gradients are averaged; () without one
     wrapped: tuple[int, ...] = ()
-    """The ranks of a DistributedDataParallel whose gradients are averaged; () without one."""
+    # whether parameters move along what is in their `.grad`, as far as the first of them tells
     by_gradients: bool = True
-    """Whether parameters move along what is in their `.grad`, as far as the first of them tells."""
-    optimizer: int = -1
-    """The number of the optimizer; -1 for a step of the program's own."""
+    optimizer: int = -1  # the number of the optimizer; -1 for a step of the program's own
+    # the lines at which the program last wrote to buffers and frozen parameters
     written: dict[str, int] = field(default_factory=dict)
-    """The lines at which the program last wrote to buffers and frozen parameters."""
-    frozen: dict[str, Tensor] = field(default_factory=dict)
-    """Copies of the parameters that take no gradient."""
+    frozen: dict[str, Tensor] = field(default_factory=dict)  # copies of the parameters that take no gradient
+    # the frozen parameters and buffers that operators which gradients pass through used, with what these took
     taken: dict[str, list[int]] = field(default_factory=dict)
-    """The frozen parameters and buffers that operators which gradients pass through used, with what these took."""
+    # whether layers that do something else in evaluation were in training in any call for gradients
     modes: dict[str, bool] = field(default_factory=dict)
-    """Whether layers that do something else in evaluation were in training in any call for gradients."""
+    # parameters whose entries the step mixes without a collective, with the operator that does it and its line
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Parameters whose entries the step mixes without a collective, with the operator that does it and its line."""
+    # whether the program writes what an optimizer's step has left, along what is made of gradients
     left_over: bool = False
-    """Whether the program writes what an optimizer's step has left, along what is made of gradients."""
+    # the line that last computed a derivative by a transform of torch.func, where no backward was run
     transformed: int = -1
-    """The line that last computed a derivative by a transform of torch.func, where no backward was run."""
 
 
 @dataclass(slots=True)
 class Scaled:
-    """A parameter's gradient was multiplied by a number between backward and step.
+    """A parameter's gradient was multiplied by a number between backward and step."""
 
-    Attributes:
-        name: of the parameter.
-        factor: the number.
-        own: whether it was made of gradients, such as of their norm, as far as is known.
-        loss: whether it takes the scale of the loss back.
-        by: "clip_grad_norm_" where that is torch's own, which did it.
-    """
-
-    name: str
-    factor: float
+    name: str  # of the parameter
+    factor: float  # the number
     site: int
-    own: bool = False
-    loss: bool = False
-    by: str = ""
+    own: bool = False  # whether it was made of gradients, such as of their norm, as far as is known
+    loss: bool = False  # whether it takes the scale of the loss back
+    by: str = ""  # "clip_grad_norm_" where that is torch's own, which did it
 
 
 @dataclass(slots=True)
@@ -502,23 +372,14 @@ class Lost:
 
 @dataclass(slots=True)
 class Written:
-    """The program is about to write to a parameter itself, and has run no backward so far.
+    """The program is about to write to a parameter itself, and has run no backward so far."""
 
-    Attributes:
-        number: of the parameter, as modules got them.
-        name: of it; "" as long as its module was not called.
-        value: before.
-        site: of the line.
-        calls: how many collectives there were before.
-        of_received: whether what it becomes is made of what came from other ranks.
-    """
-
-    number: int
-    name: str
-    value: Tensor
-    site: int
-    calls: int
-    of_received: bool
+    number: int  # of the parameter, as modules got them
+    name: str  # of it; "" as long as its module was not called
+    value: Tensor  # before
+    site: int  # of the line
+    calls: int  # how many collectives there were before
+    of_received: bool  # whether what it becomes is made of what came from other ranks
 
 
 Event = ProgramInput | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost | Over | Hooked
@@ -526,74 +387,50 @@ Event = ProgramInput | Alias | Op | Sent | Root | Term | Step | Scaled | Saved |
 
 @dataclass
 class Tape:
-    """All of it.
+    """All of it."""
 
-    Attributes:
-        rank, size: of the rank.
-        events: in order.
-        calls: of Functions, by number.
-        comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
-        compresses: whether that hook is none of those of torch that sum and average.
-        annotations: of tensors, in order.
-        plateaus: the schedulers that lower a learning rate where a value stops to fall.
-        epochs: of the samplers, in order.
-        written: what the program writes to parameters before any backward.
-        unwaited: results of asynchronous calls that were used too early.
-        labels: what stands before the names of parameters, where several modules were called.
-        places: the lines that `site` numbers.
-        steps: how many optimizer steps were seen.
-        ended: "stopped" after the steps asked for, "returned", or "raised".
-        error: the traceback, where it raised, and
-        raised_at: the line of the program.
-        not_used: the parameters for whose gradients DDP waits in vain, where that is the error.
-        seconds: how long the program ran.
-        memory: the most bytes that the rank held.
-        redistributions: how often DTensor redistributed an operand by itself, by line, operator, placements before and
-            after, and bytes of the whole tensor.
-    """
-
+    # rank, size: of the rank
     rank: int
     size: int
-    events: list[Event] = field(default_factory=list)
-    calls: dict[int, Called] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)  # in order
+    calls: dict[int, Called] = field(default_factory=dict)  # of Functions, by number
+    # the line that registered a communication hook with DistributedDataParallel; -1 where there is none
     comm_hook: int = -1
-    compresses: bool = False
-    annotations: list[Annotation] = field(default_factory=list)
+    compresses: bool = False  # whether that hook is none of those of torch that sum and average
+    annotations: list[Annotation] = field(default_factory=list)  # of tensors, in order
+    # the schedulers that lower a learning rate where a value stops to fall
     plateaus: list[Plateau] = field(default_factory=list)
-    epochs: list[Epoch] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)  # of the samplers, in order
+    # what the program writes to parameters before any backward
     written: list[Written] = field(default_factory=list)
+    # results of asynchronous calls that were used too early
     unwaited: list[Unwaited] = field(default_factory=list)
+    # what stands before the names of parameters, where several modules were called
     labels: set[str] = field(default_factory=set)
-    places: list[Place] = field(default_factory=list)
-    steps: int = 0
-    ended: str = "returned"
-    error: str = ""
-    raised_at: int = -1
+    places: list[Place] = field(default_factory=list)  # the lines that `site` numbers
+    steps: int = 0  # how many optimizer steps were seen
+    ended: str = "returned"  # "stopped" after the steps asked for, "returned", or "raised"
+    error: str = ""  # the traceback, where it raised
+    raised_at: int = -1  # the line of the program that raised
+    # the parameters for whose gradients DDP waits in vain, where that is the error
     not_used: tuple[str, ...] = ()
-    seconds: float = 0.0
-    memory: int = 0
+    seconds: float = 0.0  # how long the program ran
+    memory: int = 0  # the most bytes that the rank held
+    # how often DTensor redistributed an operand by itself, by line, operator, placements before and after, and bytes of
+    # the whole tensor
     redistributions: Counter[tuple[int, str, str, str, int]] = field(default_factory=Counter)
 
 
 @dataclass
 class Recording:
-    """What a script's ranks left.
+    """What a script's ranks left."""
 
-    Attributes:
-        tapes: of the ranks that ended; None for one that did not.
-        calls: what each rank's collectives were, line by line, also where it did not end.
-        output: what each printed.
-        stuck: whether they were ended because nothing happened any more.
-        killed: the signals that killed ranks, by rank.
-        seconds: how long the ranks ran.
-    """
-
-    tapes: list[Tape | None]
-    calls: list[list[str]]
-    output: list[str]
-    stuck: bool
-    killed: dict[int, int]
-    seconds: float
+    tapes: list[Tape | None]  # of the ranks that ended; None for one that did not
+    calls: list[list[str]]  # what each rank's collectives were, line by line, also where it did not end
+    output: list[str]  # what each printed
+    stuck: bool  # whether they were ended because nothing happened any more
+    killed: dict[int, int]  # the signals that killed ranks, by rank
+    seconds: float  # how long the ranks ran
 
 
 def most_memory() -> int:
@@ -652,6 +489,13 @@ def refs(event: Event) -> list[int]:
     return []
 
 
+def makes(event: Event) -> Sequence[int]:
+    """The numbers of the tensors that an event makes, or writes to."""
+    if isinstance(event, (ProgramInput, Alias)):
+        return (event.id,)
+    return event.outs if isinstance(event, (Op, Sent)) else ()
+
+
 def _refs(value: Any) -> Iterator[int]:
     if isinstance(value, Ref):
         yield value.id
@@ -664,11 +508,7 @@ def _refs(value: Any) -> Iterator[int]:
 
 
 class Gradients:
-    """Where the gradients of parameters are in memory; empty until a backward has ended.
-
-    Args:
-        parameters: those there are, each with its name.
-    """
+    """Where the gradients of parameters, each with its name, are in memory; empty until a backward has ended."""
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._parameters = parameters
@@ -765,33 +605,19 @@ def address_of(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a tensor is that is made of gradients.
+    """What a tensor is that is made of gradients."""
 
-    Attributes:
-        factor: what they were multiplied by, in another tensor than their own, and
-        share: the same, where it may be that of a mean over ranks.
-        own: whether by a number that comes from gradients.
-        number: whether it is such a number itself: a norm, a product of two gradients.
-        changed: the first operation on them that is neither a sum nor a multiple; None where there is none.
-        backward: the latest backward that is in them, counted from the first one.
-    """
-
-    factor: float = 1.0
-    share: float = 1.0
-    own: bool = False
-    number: bool = False
+    factor: float = 1.0  # what they were multiplied by, in another tensor than their own
+    share: float = 1.0  # the same, where it may be that of a mean over ranks
+    own: bool = False  # whether by a number that comes from gradients
+    number: bool = False  # whether it is such a number itself: a norm, a product of two gradients
+    # the first operation on them that is neither a sum nor a multiple; None where there is none
     changed: Changed | None = None
-    backward: int = 0
+    backward: int = 0  # the latest backward that is in them, counted from the first one
 
 
 class Changes:
-    """What a program makes of gradients between a backward and a step, but for sums over ranks and multiples.
-
-    Args:
-        gradients: where they are.
-        site: the number of the program's line that is being run.
-        ranks: how many there are.
-    """
+    """What a program makes of gradients between a backward and a step, but for sums over ranks and multiples."""
 
     def __init__(self, gradients: Gradients, site: Callable[[], int], ranks: int) -> None:
         self._gradients, self._site, self._ranks = gradients, site, ranks
@@ -1008,12 +834,8 @@ def parameters_of(
 ) -> list[Param]:
     """Copies of parameters and gradients.
 
-    Args:
-        held: the parameters.
-        names: of each, by its identity.
-        id_of: the number of a leaf.
-        returned: gradients that the program asked for, by the identity of the parameter.
-        change_of: what the program made of a parameter's gradient.
+    Names are by the identity of the parameter, and so are gradients that the program asked for; `id_of` is the number
+    of a leaf, and `change_of` what the program made of a parameter's gradient.
     """
     found = []
     for at, p in enumerate(held):

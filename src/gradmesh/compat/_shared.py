@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function, FunctionMeta
@@ -24,7 +25,7 @@ from gradmesh.ops.shard import AllGatherInvariant, Shard
 from gradmesh.ops.sizes import Sizes
 from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.transport import Transport
-from gradmesh.types import I, P, R, Type
+from gradmesh.types import Convention, I, P, R, Type
 from gradmesh.verbs.call import Call, SizesLike
 from gradmesh.verbs.call import neighbors as neighbor_op
 
@@ -101,6 +102,45 @@ class OpFunction(Function, metaclass=_OpFunctionMeta):
             ArgumentError: `forward` was not called with this context.
         """
         return again(ctx, tangent)
+
+
+class TupleFunction(OpFunction):
+    """A gather whose result is the tuple of the ranks' tensors, of the same shape; `forward` calls `gathered`."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Apply the adjoint of the gather to the gradients of all parts.
+
+        Returns:
+            The gradient of the tensor; in a tuple with None for each further argument of `forward`, if there are any.
+
+        Raises:
+            ArgumentError: `forward` was not called with this context.
+        """
+        return with_nones(ctx, adjoint(ctx, torch.stack(grads)).squeeze(0))
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        """Gather the tangents.
+
+        Raises:
+            ArgumentError: `forward` was not called with this context.
+        """
+        return separate(again(ctx, tangent.unsqueeze(0)))
+
+
+def gathered(ctx: Any, x: Tensor, axis: Axis, *, dst: Convention, others: int = 0) -> tuple[Tensor, ...]:
+    """The ranks' tensors; the op is saved as by `run`."""
+    stack = x.unsqueeze(0)
+    return separate(run(ctx, all_gather(stack, axis, dst=dst), stack, others))
+
+
+def separate(stacked: Tensor) -> tuple[Tensor, ...]:
+    """The entries along dim 0; `stacked` must not be used afterwards.
+
+    Unlike the results of `unbind`, they are not views in autograd, so they can be modified in place.
+    """
+    return tuple(part.squeeze(0) for part in stacked.unsafe_split(1))
 
 
 def run(ctx: Any, op: LinearOp, x: Tensor, others: int = 0) -> Tensor:

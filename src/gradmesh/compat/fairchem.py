@@ -34,7 +34,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh.compat import _shared
-from gradmesh.compat._shared import GATHER, GATHER_SUM_GRAD, SCATTER, OpFunction, adjoint, again, region, run
+from gradmesh.compat._shared import (
+    GATHER,
+    GATHER_SUM_GRAD,
+    SCATTER,
+    OpFunction,
+    TupleFunction,
+    gathered,
+    region,
+    run,
+)
 from gradmesh.compat.gp_utils import (
     _SETUP,
     ReduceFromModelParallelRegion,
@@ -56,7 +65,6 @@ from gradmesh.compat.gp_utils import (
     setup_graph_parallel_groups,
 )
 from gradmesh.compat.gp_utils import cleanup_gp as _cleanup_groups
-from gradmesh.compat.ksuit import separate
 from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.nn.graph import GraphPlan, Rows, by_count, by_space
 from gradmesh.nn.graph.plan import check_own_matches, checked_edges, checked_own, checked_owner
@@ -143,29 +151,7 @@ class ScatterToModelParallelRegion(OpFunction):
         return run(ctx, _shared.shard(input, gp_axis(), 0, size_list_fn), input, others=1)
 
 
-class _Parts(OpFunction):
-    """A gather whose result is the tuple of the ranks' tensors, of the same shape."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Apply the adjoint of the gather to the gradients of all parts.
-
-        Raises:
-            ArgumentError: `forward` was not called with this context.
-        """
-        return adjoint(ctx, torch.cat(grads))
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        """Gather the tangents.
-
-        Raises:
-            ArgumentError: `forward` was not called with this context.
-        """
-        return _parts(again(ctx, tangent))
-
-
-class GatherFromModelParallelRegionGradPadded(_Parts):
+class GatherFromModelParallelRegionGradPadded(TupleFunction):
     """The ranks' tensors, of the same shape, as a tuple; backward is the gradient of this rank's tensor.
 
     ::
@@ -177,10 +163,10 @@ class GatherFromModelParallelRegionGradPadded(_Parts):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, ...]:
         """Gather, and save the op on `ctx`."""
-        return _parts(run(ctx, _shared.all_gather(input, gp_axis(), dst=I), input))
+        return gathered(ctx, input, gp_axis(), dst=I)
 
 
-class GatherFromModelParallelRegionSumGradPadded(_Parts):
+class GatherFromModelParallelRegionSumGradPadded(TupleFunction):
     """The ranks' tensors, of the same shape, as a tuple; backward sums the ranks' gradients of this rank's tensor.
 
     ::
@@ -194,13 +180,7 @@ class GatherFromModelParallelRegionSumGradPadded(_Parts):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, ...]:
         """Gather, and save the op on `ctx`."""
-        return _parts(run(ctx, _shared.all_gather(input, gp_axis(), dst=R), input))
-
-
-def _parts(whole: Tensor) -> tuple[Tensor, ...]:
-    """The ranks' tensors; see `separate`."""
-    size = gp_axis().size
-    return separate(whole.reshape(size, whole.size(0) // size, *whole.shape[1:]))
+        return gathered(ctx, input, gp_axis(), dst=R)
 
 
 def pad_input(input: Tensor, padded_size: int) -> Tensor:

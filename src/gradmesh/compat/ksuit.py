@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradmesh.compat import _shared
-from gradmesh.compat._shared import OpFunction, adjoint, again, run, with_nones
+from gradmesh.compat._shared import TupleFunction, gathered
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import R
 
 __all__ = ["AllGatherGradAutograd"]
 
 
-class AllGatherGradAutograd(OpFunction):
+class AllGatherGradAutograd(TupleFunction):
     """All ranks' tensors as a tuple; backward sums each tensor's gradient over the ranks, on the rank that holds it.
 
     ::
@@ -52,32 +50,5 @@ class AllGatherGradAutograd(OpFunction):
         Raises:
             MismatchError: the shapes differ (detected on some backends).
         """
-        stack = x.unsqueeze(0)
         found = resolve(axis, "compat.ksuit.AllGatherGradAutograd")
-        op = _shared.all_gather(stack, found, dst=R)
-        return separate(run(ctx, op, stack, others=0 if axis is None else 1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum all ranks' gradients of this rank's tensor.
-
-        Returns:
-            The gradient of `x`; in a tuple with None if an axis was passed to `forward`.
-
-        Raises:
-            ArgumentError: `forward` was not called with this context.
-        """
-        return with_nones(ctx, adjoint(ctx, torch.stack(grads)).squeeze(0))
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        """Gather the tangents."""
-        return separate(again(ctx, tangent.unsqueeze(0)))
-
-
-def separate(stacked: Tensor) -> tuple[Tensor, ...]:
-    """The entries along dim 0; `stacked` must not be used afterwards.
-
-    Unlike the results of `unbind`, they are not views in autograd, so they can be modified in place.
-    """
-    return tuple(part.squeeze(0) for part in stacked.unsafe_split(1))
+        return gathered(ctx, x, found, dst=R, others=0 if axis is None else 1)

@@ -36,7 +36,7 @@ from torch.distributed import ReduceOp
 from gradmesh import types
 from gradmesh.autograd.rule import apply
 from gradmesh.compat import _shared
-from gradmesh.compat.ksuit import separate
+from gradmesh.compat._shared import separate
 from gradmesh.errors import ArgumentError, ShapeError
 from gradmesh.ops.sizes import balanced
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve, world_group

@@ -405,8 +405,7 @@ class Ring:
     def travel(self, k: Tensor, v: Tensor, call: CallRecord, work: Work) -> list[Tensor]:
         """Call `work` with the local keys and values, then with those of the preceding ranks.
 
-        Returns:
-            The sum over the ranks of what `work` returned for this rank's keys and values, if it returned tensors.
+        Returns the sum over the ranks of what it returned for this rank's keys and values, if it returned tensors.
         """
         calls = chain((call,), iter(call.sibling, None))
 

@@ -320,14 +320,10 @@ class _Call:
 class _Part:
     """This rank's shard of one parameter's gradient."""
 
-    values: Tensor | None
-    """The shard, reduced if it is a DTensor with a partial placement; None: no gradient."""
-    stored: Tensor | None
-    """The tensor that contains it, which may be larger."""
-    over: frozenset[Group]
-    """The ranks over which it is sharded, for each axis."""
-    alone: bool
-    """True if it is a distinct parameter (an expert), not a shard of a tensor."""
+    values: Tensor | None  # the shard, reduced if it is a DTensor with a partial placement; None: no gradient
+    stored: Tensor | None  # the tensor that contains it, which may be larger
+    over: frozenset[Group]  # the ranks over which it is sharded, for each axis
+    alone: bool  # whether it is a distinct parameter (an expert), not a shard of a tensor
     dtype: torch.dtype
     device: torch.device
 

@@ -17,8 +17,6 @@ from gradmesh.types import I
 from gradmesh.verbs.call import Call, integer
 from gradmesh.verbs.collectives import all_gather, all_reduce, all_to_all
 
-__all__ = ["ExpertDispatch", "ExpertParallel", "balance_loss"]
-
 
 class ExpertDispatch:
     """Sends tokens to the experts that a router chose, and combines the results. Constructing it is a collective.

@@ -14,8 +14,6 @@ from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.verbs.call import Call
 from gradmesh.verbs.collectives import all_gather
 
-__all__ = ["SyncBatchNorm", "SyncGroupNorm"]
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, shifted
 from gradmesh.ops.row import Example, Examples, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import P, R, V
 
-__all__ = ["ROWS", "AllGather", "Join", "ReduceScatter", "Split", "parts", "wholes"]
-
 
 @dataclass(frozen=True)
-class Split(LinearOp):
-    """An op that cuts or joins along a tensor dimension.
+class Split(Along):
+    """An op that cuts or joins along a tensor dimension."""
 
-    Attributes:
-        dim: the tensor dimension, counted from 0.
-        sizes: each rank's size along it.
-    """
-
-    dim: int
-    sizes: Sizes
-
-    def batched(self) -> Split:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
+    sizes: Sizes  # each rank's size along it
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]

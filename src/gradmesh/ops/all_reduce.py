@@ -69,13 +69,9 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Extremum(Op):
-    """The largest or smallest value over the ranks, NaN where any rank has one.
+    """The largest or smallest value over the ranks, NaN where any rank has one."""
 
-    Attributes:
-        largest: the largest, else the smallest.
-    """
-
-    largest: bool
+    largest: bool  # the largest, else the smallest
 
     verb = "all_reduce"
 

@@ -14,24 +14,15 @@ from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
-__all__ = ["ROWS", "AllToAll"]
-
 
 @dataclass(frozen=True)
 class AllToAll(LinearOp):
-    """V -> V: split along `split_dim`, exchange, concatenate along `concat_dim`.
+    """V -> V: split along `split_dim`, exchange, concatenate along `concat_dim`."""
 
-    Attributes:
-        split_dim: the dimension that is cut.
-        concat_dim: the dimension along which the received parts are joined.
-        split_sizes: the size of the part for each rank.
-        concat_sizes: each received part's size along `concat_dim`; equal: what an equal split gives.
-    """
-
-    split_dim: int
-    concat_dim: int
-    split_sizes: Sizes
-    concat_sizes: Sizes
+    split_dim: int  # the dimension that is cut
+    concat_dim: int  # the dimension along which the received parts are joined
+    split_sizes: Sizes  # the size of the part for each rank
+    concat_sizes: Sizes  # each received part's size along `concat_dim`; equal: what an equal split gives
 
     verb = "all_to_all"
     src, dst = V, V

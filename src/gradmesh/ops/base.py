@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, TypedDict, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,16 +29,6 @@ from gradmesh.ops.transport import Transport
 from gradmesh.types import Type
 
 T = TypeVar("T")
-
-__all__ = [
-    "LinearOp",
-    "Op",
-    "Precision",
-    "SameShape",
-    "refuse_unless_added",
-    "shifted",
-]
-
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
@@ -275,6 +265,21 @@ class SameShape(LinearOp):
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The operand's shape."""
         return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Along(LinearOp):
+    """An op on parts of the ranks along one tensor dimension."""
+
+    dim: int  # the tensor dimension, counted from 0
+
+    def batched(self) -> Self:
+        """The same op one dimension further back."""
+        return replace(self, dim=self.dim + 1)
+
+    def ragged_dims(self) -> tuple[int, ...]:
+        """`dim`, as the ranks' sizes may differ along it."""
+        return (self.dim,)
 
 
 def _shown(value: object) -> str:

@@ -12,8 +12,6 @@ from gradmesh.ops.row import Examples, Row
 from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R, V
 
-__all__ = ["ROWS", "Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]
-
 
 @dataclass(frozen=True)
 class Rooted(SameShape):

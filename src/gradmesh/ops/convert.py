@@ -10,15 +10,6 @@ from gradmesh.ops.row import Row, on_axis
 from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R, V
 
-__all__ = [
-    "ROWS",
-    "InvariantToPartial",
-    "PartialFromVarying",
-    "ReplicatedToInvariant",
-    "ReplicatedToPartial",
-    "VaryingFromReplicated",
-]
-
 
 class _Relabel(SameShape):
     verb = "convert"

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
 
-__all__ = ["ROWS", "Gather", "Scatter"]
-
 
 @dataclass(frozen=True)
-class _AtRoot(LinearOp):
-    """An op between parts on all ranks and the whole at the root.
+class _AtRoot(Along):
+    """An op between parts on all ranks and the whole at the root."""
 
-    Attributes:
-        dim: the tensor dimension along which the parts are concatenated.
-        root: the rank of the axis that has the whole tensor.
-        sizes: each rank's size along `dim`.
-    """
-
-    dim: int
-    root: int
-    sizes: Sizes
+    root: int  # the rank of the axis that has the whole tensor
+    sizes: Sizes  # each rank's size along `dim`
 
     src, dst = V, V
-
-    def batched(self) -> _AtRoot:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
-
-    def ragged_dims(self) -> tuple[int, ...]:
-        """`dim`, as sizes are explicit."""
-        return (self.dim,)
 
     def at_root(self) -> Sequence[int]:
         """Each rank's size along `dim` at the root; zeros on the other ranks."""

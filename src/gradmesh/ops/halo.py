@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,13 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import V
-
-__all__ = ["ROWS", "HaloExchange", "HaloReturn"]
 
 
 class Segment(NamedTuple):
@@ -57,22 +55,13 @@ def plan(sizes: tuple[int, ...], left: int, right: int, wrap: bool) -> tuple[tup
 
 
 @dataclass(frozen=True)
-class _Halo(LinearOp):
-    """Base of the op and its adjoint.
+class _Halo(Along):
+    """Base of the op and its adjoint."""
 
-    Attributes:
-        dim: the sharded tensor dimension.
-        left: rows taken from the ranks before.
-        right: rows taken from the ranks after.
-        wrap: whether the last rank's neighbour is the first.
-        sizes: each rank's size along `dim`.
-    """
-
-    dim: int
-    left: int
-    right: int
-    wrap: bool
-    sizes: Sizes
+    left: int  # rows taken from the ranks before
+    right: int  # rows taken from the ranks after
+    wrap: bool  # whether the last rank's neighbour is the first
+    sizes: Sizes  # each rank's size along `dim`
 
     verb = "halo_exchange"
     src, dst = V, V
@@ -82,14 +71,6 @@ class _Halo(LinearOp):
         params = super().params()
         params["halo"] = (params.pop("left"), params.pop("right"))
         return params
-
-    def batched(self) -> _Halo:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
-
-    def ragged_dims(self) -> tuple[int, ...]:
-        """`dim`, as sizes are explicit."""
-        return (self.dim,)
 
     @property
     def plan(self) -> tuple[tuple[Segment, ...], ...]:

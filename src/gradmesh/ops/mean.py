@@ -17,23 +17,17 @@ from gradmesh.ops.row import Example, Examples, Row, on_axis
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import Type
 
-__all__ = ["ROWS", "Mean"]
-
 
 @dataclass(frozen=True, init=False)
 class Mean(LinearOp):
-    """An op whose result is divided by the number of ranks, and so is that of its adjoint.
-
-    Attributes:
-        op: the op that is scaled.
-    """
+    """An op whose result is divided by the number of ranks, and so is that of its adjoint."""
 
     # Dynamo of torch 2.11 would pass the default of each field to __init__, so these have init=False.
     axis: Any = field(init=False)
     comm_dtype: torch.dtype | None = field(init=False)
     backward_dtype: torch.dtype | None = field(init=False)
     operand_desc: str | None = field(init=False)
-    op: LinearOp
+    op: LinearOp  # the op that is scaled
 
     def __init__(self, op: LinearOp) -> None:
         for name in ("axis", "comm_dtype", "backward_dtype", "operand_desc"):

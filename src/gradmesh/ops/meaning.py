@@ -8,6 +8,7 @@ follows it: the gradient is that of the forward, and uses nothing of the op's ow
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,8 +16,6 @@ from torch import Tensor
 from gradmesh.errors import MismatchError
 from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Axis, Transport
-
-__all__ = ["meaning"]
 
 
 def meaning(ops: Sequence[Op], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -61,21 +60,16 @@ class _WaitingError(BaseException):
     """A rank needs a part that is not there yet; no Exception, so that an op does not catch it."""
 
 
+@dataclass
 class _Table:
-    """The parts and the messages that the ranks have given so far.
+    """The parts and the messages that the ranks have given so far."""
 
-    Attributes:
-        size: the number of ranks.
-        rounds: for each exchange, in order, the parts for each rank by the rank that gave them.
-        letters: the messages from one rank to another, in order, with their descriptions.
-        given: how many parts and messages are there.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.rounds: list[dict[int, Sequence[Tensor]]] = []
-        self.letters: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
-        self.given = 0
+    size: int  # the number of ranks
+    # for each exchange, in order, the parts for each rank by the rank that gave them
+    rounds: list[dict[int, Sequence[Tensor]]] = field(default_factory=list)
+    # the messages from one rank to another, in order, with their descriptions
+    letters: dict[tuple[int, int], list[tuple[str, Tensor]]] = field(default_factory=dict)
+    given: int = 0  # how many parts and messages are there
 
 
 class _ListTransport(Transport):

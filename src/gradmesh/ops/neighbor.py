@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradmesh._util.dtypes import BITS
 from gradmesh.errors import DTypeError
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import Along, LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
-
-__all__ = ["ROWS", "NeighborAllToAll", "NeighborReturn", "Picked"]
 
 _NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
 """Dtypes without index_select in torch."""
@@ -24,19 +22,12 @@ _NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """Which rows are sent where. Equality compares the identity of the index tensor.
+    """Which rows are sent where. Equality compares the identity of the index tensor."""
 
-    Attributes:
-        index: the rows for all ranks, in rank order; rows may repeat.
-        sent: the number of rows for each rank.
-        received: the number of rows from each rank.
-        total: the number of rows of the operand.
-    """
-
-    index: Tensor
-    sent: Sizes
-    received: Sizes
-    total: int
+    index: Tensor  # the rows for all ranks, in rank order; rows may repeat
+    sent: Sizes  # the number of rows for each rank
+    received: Sizes  # the number of rows from each rank
+    total: int  # the number of rows of the operand
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Picked) and self._key() == other._key()
@@ -53,30 +44,16 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class _Neighbor(LinearOp):
-    """Base of the op and its adjoint.
+class _Neighbor(Along):
+    """Base of the op and its adjoint."""
 
-    Attributes:
-        dim: the tensor dimension of the rows.
-        rows: which of them are sent where.
-    """
-
-    dim: int
-    rows: Picked
+    rows: Picked  # which of them are sent where
 
     identity = ()  # not kept: it has tensors
 
     verb = "neighbor_all_to_all"
     src, dst = V, V
     rank_local_fields = ("rows",)
-
-    def batched(self) -> _Neighbor:
-        """The same op one dimension further back."""
-        return replace(self, dim=self.dim + 1)
-
-    def ragged_dims(self) -> tuple[int, ...]:
-        """`dim`, as ranks may have different numbers of rows."""
-        return (self.dim,)
 
     def accepts(self, dtype: torch.dtype) -> None:
         """Raise for a dtype without index_select."""

@@ -13,20 +13,13 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.ops.transport import Transport
 from gradmesh.types import V
 
-__all__ = ["Receive", "Send"]
-
 
 @dataclass(frozen=True)
 class _Pair(LinearOp):
-    """One end of a message.
+    """One end of a message."""
 
-    Attributes:
-        peer: the rank at the other end.
-        shape: the shape of the message.
-    """
-
-    peer: int
-    shape: tuple[int, ...]
+    peer: int  # the rank at the other end
+    shape: tuple[int, ...]  # the shape of the message
 
     src, dst = V, V
     # Not compared with the other ranks of the axis; the two ends compare `greeting`.

@@ -16,33 +16,21 @@ from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import V
 
-__all__ = ["ROWS", "Extents", "Permute", "Shift"]
-
 
 @dataclass(frozen=True)
 class Extents:
-    """Sizes that differ from rank to rank along one dimension.
+    """Sizes that differ from rank to rank along one dimension."""
 
-    Attributes:
-        dim: the tensor dimension.
-        before: each rank's size of the operand along it.
-        after: each rank's size of the result; zeros where nothing arrives.
-    """
-
-    dim: int
-    before: Sizes
-    after: Sizes
+    dim: int  # the tensor dimension
+    before: Sizes  # each rank's size of the operand along it
+    after: Sizes  # each rank's size of the result; zeros where nothing arrives
 
 
 @dataclass(frozen=True)
 class Route(LinearOp):
-    """Each rank sends to one rank at most and receives from one rank at most; zeros where nothing arrives.
+    """Each rank sends to one rank at most and receives from one rank at most; zeros where nothing arrives."""
 
-    Attributes:
-        extents: where the ranks' sizes differ; None: all operands have one shape.
-    """
-
-    extents: Extents | None = None
+    extents: Extents | None = None  # where the ranks' sizes differ; None: all operands have one shape
 
     src, dst = V, V
 
@@ -107,12 +95,9 @@ class Route(LinearOp):
 
 @dataclass(frozen=True)
 class Permute(Route):
-    """V -> V: for each pair, the target gets the source's tensor; zeros where nothing arrives.
+    """V -> V: for each pair, the target gets the source's tensor; zeros where nothing arrives."""
 
-    Attributes:
-        pairs: (source, target) ranks of the axis, no source and no target twice.
-    """
-
+    # (source, target) ranks of the axis, no source and no target twice
     pairs: tuple[tuple[int, int], ...] = ()
 
     verb = "permute"
@@ -128,15 +113,10 @@ class Permute(Route):
 
 @dataclass(frozen=True)
 class Shift(Route):
-    """V -> V: rank r's tensor to rank r + offset.
+    """V -> V: rank r's tensor to rank r + offset."""
 
-    Attributes:
-        offset: how many ranks further; negative: back.
-        wrap: whether the last rank's neighbour is the first; else zeros enter at the open end.
-    """
-
-    offset: int = 1
-    wrap: bool = True
+    offset: int = 1  # how many ranks further; negative: back
+    wrap: bool = True  # whether the last rank's neighbour is the first; else zeros enter at the open end
 
     verb = "shift"
 

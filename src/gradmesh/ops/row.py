@@ -9,8 +9,6 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis
 
-__all__ = ["Example", "Examples", "Row", "on_axis", "uneven"]
-
 Example = tuple[LinearOp, Sequence[int]]
 """An op on an axis, and the shape of this rank's operand."""
 
@@ -19,21 +17,14 @@ Examples = Callable[[Axis], list[Example]]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the registry; the op's class has the types and the adjoint.
+    """One row of the registry; the op's class has the types and the adjoint."""
 
-    Attributes:
-        call: how the verb is called, as the table shows it.
-        forward: what the op does, for the table.
-        examples: ops on an axis, each with the shape of this rank's operand; the first represents the row.
-        turned: what is swapped in an adjoint that is the same verb.
-        public: whether the op is the forward of a verb, not only the adjoint of one.
-    """
-
-    call: str
-    forward: str
+    call: str  # how the verb is called, as the table shows it
+    forward: str  # what the op does, for the table
+    # ops on an axis, each with the shape of this rank's operand; the first represents the row
     examples: Examples
-    turned: str = ""
-    public: bool = True
+    turned: str = ""  # what is swapped in an adjoint that is the same verb
+    public: bool = True  # whether the op is the forward of a verb, not only the adjoint of one
 
 
 def uneven(axis: Axis) -> Sizes:

@@ -11,18 +11,12 @@ from gradmesh.ops.row import Examples, Row
 from gradmesh.ops.transport import Transport
 from gradmesh.types import V
 
-__all__ = ["ROWS", "Exscan", "Scan"]
-
 
 @dataclass(frozen=True)
 class Scan(SameShape):
-    """V -> V: rank r gets the sum of the tensors of ranks 0 to r.
+    """V -> V: rank r gets the sum of the tensors of ranks 0 to r."""
 
-    Attributes:
-        reverse: sum over ranks r to the last instead.
-    """
-
-    reverse: bool = False
+    reverse: bool = False  # sum over ranks r to the last instead
 
     verb = "scan"
     src, dst = V, V

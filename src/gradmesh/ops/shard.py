@@ -13,8 +13,6 @@ from gradmesh.ops.row import Row
 from gradmesh.ops.transport import Transport
 from gradmesh.types import I, P, R, V
 
-__all__ = ["ROWS", "AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
-
 
 class _Slice(Split):
     verb = "shard"

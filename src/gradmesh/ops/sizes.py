@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op
 
-__all__ = ["EQUAL", "Sizes", "balanced", "intervals"]
-
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:
     """Split `total` over the ranks; the first `total % ranks` of them get one more.
@@ -38,12 +36,9 @@ class Sizes:
 
     They are uniform (the caller passed none, so every rank has this rank's size) or explicit (passed by the caller, or
     exchanged between the ranks).
-
-    Attributes:
-        each: one size for each rank; None: uniform.
     """
 
-    each: tuple[int, ...] | None = None
+    each: tuple[int, ...] | None = None  # one size for each rank; None: uniform
 
     @classmethod
     def balanced(cls, total: int, ranks: int) -> Sizes:

@@ -30,19 +30,6 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError
 
-__all__ = [
-    "Axis",
-    "PlainAxis",
-    "Transport",
-    "as_flat",
-    "assemble",
-    "bytes_of",
-    "counts",
-    "dense",
-    "flattened",
-    "pack",
-]
-
 
 class Axis(Protocol):
     """The ranks that an op runs over; its text is shown in errors."""
@@ -58,17 +45,11 @@ class Axis(Protocol):
 
 @dataclass(frozen=True)
 class PlainAxis:
-    """An axis without a process group, for ops that are only described, or run on lists of tensors.
+    """An axis without a process group, for ops that are only described, or run on lists of tensors."""
 
-    Attributes:
-        rank: the position of this rank, from 0.
-        size: how many ranks there are.
-        name: its name.
-    """
-
-    rank: int
-    size: int
-    name: str = "any"
+    rank: int  # the position of this rank, from 0
+    size: int  # how many ranks there are
+    name: str = "any"  # its name
 
     def __str__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"
@@ -140,12 +121,7 @@ class Transport(abc.ABC):
         self._no_messages("recv")
 
     def withdraw_message(self, peer: int, said: str) -> None:  # noqa: B027 - most transports have none
-        """Notify a rank that the message it expects will not be sent.
-
-        Args:
-            peer: the rank, whose `fetch` then returns `said`.
-            said: the reason.
-        """
+        """Notify a rank that the message it expects will not be sent; its `fetch` then returns the reason, `said`."""
 
     def pass_over(self, peer: int) -> None:  # noqa: B027
         """Discard the next message of a rank when it arrives, because this rank cannot receive it."""

@@ -11,27 +11,19 @@ from torch import Tensor
 from gradmesh.checker.findings import RULES, Finding, Place
 from gradmesh.checker.judging.parameters import Got, Segment, Truth
 from gradmesh.checker.replay import Again, scale_of
-from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, refs
+from gradmesh.checker.trace import Alias, Event, Op, Over, ProgramInput, Ref, Root, Sent, Tape, makes, refs
 
 
 @dataclass
 class Context:
-    """A step that is being judged.
+    """A step that is being judged."""
 
-    Attributes:
-        tapes: of the ranks.
-        segment: what leads to the step.
-        again: the same, run again.
-        truth: its true gradients.
-        got: what each parameter got.
-        expected: the ratio of a right gradient to the true one: 1, or one over the number of losses.
-    """
-
-    tapes: Sequence[Tape]
-    segment: Segment
-    again: Again
-    truth: Truth
-    got: list[Got]
+    tapes: Sequence[Tape]  # of the ranks
+    segment: Segment  # what leads to the step
+    again: Again  # the same, run again
+    truth: Truth  # its true gradients
+    got: list[Got]  # what each parameter got
+    # the ratio of a right gradient to the true one: 1, or one over the number of losses
     expected: float = 1.0
 
     def factors(self) -> tuple[float, ...]:
@@ -72,7 +64,7 @@ class Context:
             if isinstance(event, Alias):
                 scales[event.id] = scales.get(event.of, {1.0})
             elif isinstance(event, Op) and event.call is None:
-                passes = event.name.split(".")[1] in ("add", "mul", "div", "_to_copy")
+                passes = event.base in ("add", "mul", "div", "_to_copy")
                 terms = [scales[n] for n in refs(event) if n in scales] if passes else []
                 scales |= dict.fromkeys(event.outs, set[float]().union(*terms) or {1.0})
             elif isinstance(event, Over):
@@ -111,10 +103,7 @@ class Context:
         for event in self.events(rank):
             if made.intersection(refs(event)):
                 yield event
-                if isinstance(event, (Op, Sent)):
-                    made.update(event.outs)
-                elif isinstance(event, Alias):
-                    made.add(event.id)
+                made.update(makes(event))
 
     def taken(self, rank: int) -> set[str]:
         """The names of the frozen parameters and buffers that a loss of a rank depends on."""
@@ -221,10 +210,7 @@ def _reaches(events: Sequence[Event], numbers: Sequence[int]) -> bool:
         if isinstance(event, Over) and made.intersection(event.call.ins):
             made.update(number for number in event.call.outs if number is not None)
         if made.intersection(refs(event)):
-            if isinstance(event, (Op, Sent)):
-                made.update(event.outs, (views[number] for number in event.outs if number in views))
-            elif isinstance(event, Alias):
-                made.add(event.id)
+            made.update(makes(event), (views[number] for number in makes(event) if number in views))
     return False
 
 
@@ -252,12 +238,8 @@ def _makes(events: Sequence[Event], numbers: Iterable[int]) -> list[Event]:
     """Those of some events that make some tensors."""
     wanted, found = set(numbers), list[Event]()
     for event in reversed(events):
-        outs, ins = [], refs(event)
-        if isinstance(event, (ProgramInput, Alias)):
-            outs = [event.id]
-        elif isinstance(event, (Op, Sent)):
-            outs = event.outs
-        elif isinstance(event, Over):
+        outs, ins = makes(event), refs(event)
+        if isinstance(event, Over):
             ins, outs = ([n for n in each if n is not None] for each in (event.call.ins, event.call.outs))
         if wanted.intersection(outs):
             found.append(event)

@@ -80,7 +80,7 @@ def _is_mean(context: Context, rank: int, call: Sent) -> bool:
         if isinstance(event, Op) and made.intersection(refs(event)):
             if _divides(event, len(call.group)):
                 return True
-            if event.name.split(".")[1] in _MOVING:
+            if event.base in _MOVING:
                 made.update(event.outs)
     return False
 
@@ -94,14 +94,14 @@ def _is_share(context: Context, rank: int, number: int, ranks: int) -> bool:
             return False
         if _divides(op, ranks):
             return True
-        if op.name.split(".")[1] not in _MOVING:
+        if op.base not in _MOVING:
             return False
         number = refs(op)[0]
     return False
 
 
 def _divides(op: Op, ranks: int) -> bool:
-    name, other = op.name.split(".")[1], op.args[1] if len(op.args) > 1 else None
+    name, other = op.base, op.args[1] if len(op.args) > 1 else None
     if name not in ("div", "div_", "mul", "mul_") or not isinstance(other, (int, float)):
         return False
     return abs(other - (ranks if "div" in name else 1 / ranks)) < 1e-9
@@ -116,7 +116,7 @@ def _added(context: Context, rank: int, call: Sent) -> list[tuple[int, int]]:
         nearer = []
         for number in level:
             op = made.get(number)
-            name = op.name.split(".")[1] if op else ""
+            name = op.base if op else ""
             taken = refs(op) if op else []
             if op is not None and name in _ADDING:
                 terms = taken[:1] if name in ("addmm", "baddbmm") else taken
@@ -162,15 +162,10 @@ _OF_ENTRIES = (
 
 @dataclass
 class _Form:
-    """How gradients on the ranks are to the true ones: each its own part, or each the whole.
+    """How gradients on the ranks are to the true ones: each its own part, or each the whole."""
 
-    Attributes:
-        parts: the ratio to the ranks' own true gradients; None where they are not proportional.
-        whole: the ratio to their sum.
-    """
-
-    parts: float | None
-    whole: float | None
+    parts: float | None  # the ratio to the ranks' own true gradients; None where they are not proportional
+    whole: float | None  # the ratio to their sum
 
 
 def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
@@ -259,7 +254,7 @@ def _rounds(op: Op) -> bool:
     to = op.kwargs.get("dtype") if op.name == "aten._to_copy.default" else None
     floating = isinstance(to, torch.dtype) and to.is_floating_point
     few = to is not None and to is not torch.bool and not to.is_complex and (to.itemsize == 1 or not floating)
-    return few or op.name.split(".")[1].rstrip("_") in ("round", "trunc", "floor", "ceil", "sign")
+    return few or op.base.rstrip("_") in ("round", "trunc", "floor", "ceil", "sign")
 
 
 def _matched(context: Context) -> list[dict[int, Called]]:

@@ -239,12 +239,7 @@ def forgive_rounding(context: Context, wrong: Sequence[Got]) -> bool:
 
 
 def judged(run: Recording, see: Callable[[Context], None] = lambda _: None) -> Verdict:
-    """What is wrong with a program that was recorded.
-
-    Args:
-        run: what its ranks left.
-        see: is shown each step that is judged.
-    """
+    """What is wrong with a program that was recorded; `see` is shown each step that is judged."""
     tapes, ranks = run.tapes, len(run.tapes)
     linecache.checkcache()  # a script may have been written anew since another run of this process
     found = endings(run)

@@ -18,34 +18,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.parameters import Got, in_double, near, ratio_of, tolerance
 from gradmesh.checker.replay import Rank, UnfaithfulError, results_of_operator, run_again
-from gradmesh.checker.trace import MOVES, Alias, Called, Event, Op, Over, ProgramInput, Ref, Sent, refs
+from gradmesh.checker.trace import MOVES, Alias, Called, Event, Op, Over, Ref, Sent, makes, refs
 
 
 @dataclass(slots=True)
 class _Ran:
-    """An operator that was run again, with what it took and made.
+    """An operator that was run again, with what it took and made."""
 
-    Attributes:
-        op: which.
-        at: its place among the rank's operators.
-        ins, outs: values, and where gradients of them are; by number, and in order.
-    """
-
-    op: Op
-    at: int
+    op: Op  # which
+    at: int  # its place among the rank's operators
+    # ins, outs: values, and where gradients of them are; by number, and in order
     ins: dict[int, tuple[Tensor, GradientEdge | None]]
     outs: list[tuple[Tensor, GradientEdge | None]]
 
 
 @dataclass
 class _Alone(Rank):
-    """A rank run again by itself: what comes of a call that sends something is new.
+    """A rank run again by itself: what comes of a call that sends something is new."""
 
-    Attributes:
-        ran: its operators.
-    """
-
-    ran: list[_Ran] = field(default_factory=list)
+    ran: list[_Ran] = field(default_factory=list)  # its operators
 
     def _over(self, call: Called, *, unseen: bool) -> None:
         if not (call.sends or call.sends_back):
@@ -74,32 +65,18 @@ def _kept(x: Tensor) -> tuple[Tensor, GradientEdge | None]:
 
 @dataclass(frozen=True)
 class Parting:
-    """An operator at which copies part: it takes what is the same on ranks, and what it makes is not the same.
+    """An operator at which copies part: it takes what is the same on ranks, and what it makes is not the same."""
 
-    Attributes:
-        site: of its line.
-        taken: the number of what it takes, on the first rank.
-        ranks: that have the copies.
-        names: the parameters whose gradient is the true one once the ranks' parts are summed at such operators.
-        used: the line where the last of them that is used is used first.
-    """
-
-    site: int
-    taken: int
-    ranks: tuple[int, ...]
+    site: int  # of its line
+    taken: int  # the number of what it takes, on the first rank
+    ranks: tuple[int, ...]  # that have the copies
+    # the parameters whose gradient is the true one once the ranks' parts are summed at such operators
     names: tuple[str, ...]
-    used: int
+    used: int  # the line where the last of them that is used is used first
 
 
 class _Had:
-    """The gradients that the program had, on each rank.
-
-    Args:
-        context: the step.
-
-    Raises:
-        UnfaithfulError: they are not known.
-    """
+    """The gradients that the program had in a step, on each rank; raises UnfaithfulError where they are not known."""
 
     def __init__(self, context: Context) -> None:
         marked = [_marked(context, rank) for rank in range(len(context.tapes))]
@@ -139,7 +116,7 @@ def _marked(context: Context, rank: int) -> tuple[list[Event], list[tuple[int, T
     part, begin = context.events(rank), context.segment.begins[rank]
     made: dict[int, int] = {}
     for at, event in enumerate(part):
-        for number in _makes(event):
+        for number in makes(event):
             made.setdefault(number, at)
     behind: dict[int, list[Event]] = {}
     marks: list[tuple[int, Tensor]] = []
@@ -164,12 +141,6 @@ def _marked(context: Context, rank: int) -> tuple[list[Event], list[tuple[int, T
     for at in range(len(part) + 1):
         found += [*behind.get(at, ()), *part[at : at + 1]]
     return found, marks
-
-
-def _makes(event: Event) -> Sequence[int]:
-    if isinstance(event, (ProgramInput, Alias)):
-        return (event.id,)
-    return event.outs if isinstance(event, (Op, Sent)) else ()
 
 
 def parting(context: Context, wrong: Sequence[Got]) -> Parting | None:
@@ -202,7 +173,7 @@ def first_not_finite(context: Context) -> tuple[int, int, str] | None:
             for ran in own.ran:
                 if any(bool(x.isnan().any()) for x, _ in (*ran.ins.values(), *ran.outs)):
                     taken = any(bool(x.isnan().any()) for x, _ in ran.ins.values())
-                    return rank, ran.op.site, f"{_name(ran.op)} {'takes' if taken else 'makes'} a NaN"
+                    return rank, ran.op.site, f"{ran.op.base} {'takes' if taken else 'makes'} a NaN"
         for rank, own in enumerate(had.ranks):
             edges = [
                 edge for ran in own.ran for _, edge in (*ran.outs, *ran.ins.values()) if edge is not None
@@ -217,14 +188,10 @@ def first_not_finite(context: Context) -> tuple[int, int, str] | None:
             ]
             for ran, (outs, ins) in zip(reversed(own.ran), reversed(states), strict=True):
                 if outs and all(outs) and not all(ins):
-                    return rank, ran.op.site, f"the backward of {_name(ran.op)} makes a NaN or an infinity"
+                    return rank, ran.op.site, f"the backward of {ran.op.base} makes a NaN or an infinity"
     except (UnfaithfulError, RuntimeError, KeyError):  # what the program had is not known
         return None
     return None
-
-
-def _name(op: Op) -> str:
-    return op.name.split(".")[1]
 
 
 @dataclass(slots=True)
@@ -291,7 +258,7 @@ def _moved(operators: Sequence[_Ran], numbers: Sequence[int]) -> set[int]:
     """Tensors and what only shows their entries in another way."""
     found = set(numbers)
     for ran in operators:
-        if ran.op.name.split(".")[1] in MOVES and found.intersection(refs(ran.op)):
+        if ran.op.base in MOVES and found.intersection(refs(ran.op)):
             found.update(ran.op.outs)
     return found
 
@@ -371,17 +338,11 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Revived:
-    """An operator that gives a gradient to entries which a rank has cut off from all parameters, by a mask say.
+    """An operator that gives a gradient to entries which a rank has cut off from all parameters, by a mask say."""
 
-    Attributes:
-        rank: which.
-        site: of the operator's line.
-        name: of the operator.
-    """
-
-    rank: int
-    site: int
-    name: str
+    rank: int  # which
+    site: int  # of the operator's line
+    name: str  # of the operator
 
 
 def revived(
@@ -389,11 +350,8 @@ def revived(
 ) -> Revived | None:
     """What makes a sum over the ranks in backward wrong: entries that are cut off on a rank, and get a gradient there.
 
-    Args:
-        context: the step.
-        calls: of each rank, to a Function whose backward is that sum; of one tensor, as its result is.
-        xs: its operands.
-        right: their true gradients.
+    The calls of the ranks are to a Function whose backward is that sum; of one tensor, as its result is. `xs` are its
+    operands, with their true gradients.
     """
     met = [call.received[0] if call.received and len(call.received) == 1 else None for call in calls.values()]
     given = [x for x in met if x is not None]
@@ -410,7 +368,7 @@ def revived(
     cut = [float((g * ~of).abs().max()) for g, of in zip(given, alive, strict=True)]
     rank, call = list(calls.items())[cut.index(max(cut))]
     op = _user(context, rank, [n for n in call.outs if n is not None])
-    return None if op is None or max(cut) == 0 else Revived(rank, op.site, op.name.split(".")[1])
+    return None if op is None or max(cut) == 0 else Revived(rank, op.site, op.base)
 
 
 _FAR = 256.0
@@ -430,7 +388,7 @@ def _user(context: Context, rank: int, numbers: Sequence[int]) -> Op | None:
         if isinstance(event, Alias) and event.of in made:
             made.add(event.id)
         elif isinstance(event, Op) and made.intersection(refs(event)):
-            if event.name.split(".")[1] not in _PLACES:
+            if event.base not in _PLACES:
                 return event
             made.update(event.outs)
     return None

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,24 +26,21 @@ from gradmesh.checker.trace import (
     Sent,
     Step,
     Tape,
+    makes,
     nameless,
     refs,
 )
 
+T = TypeVar("T")
+
 
 @dataclass
 class Segment:
-    """What leads to a step, on all ranks.
+    """What leads to a step, on all ranks."""
 
-    Attributes:
-        parts: each rank's events before its step.
-        steps: each rank's steps; several where one backward serves several optimizers.
-        begins: how many events of each rank's tape are before it.
-    """
-
-    parts: list[list[Event]]
-    steps: list[list[Step]]
-    begins: list[int]
+    parts: list[list[Event]]  # each rank's events before its step
+    steps: list[list[Step]]  # each rank's steps; several where one backward serves several optimizers
+    begins: list[int]  # how many events of each rank's tape are before it
 
     @property
     def whole(self) -> bool:
@@ -154,21 +151,15 @@ def _cut(tape: Tape) -> list[tuple[int, list[Event], list[Step]]]:
 
 @dataclass
 class Truth:
-    """The objective of a step, and its derivatives.
+    """The objective of a step, and its derivatives."""
 
-    Attributes:
-        objective: one number.
-        different: how many different losses it is the sum of.
-        unclear: backwards of the program's own on the way, of which it is not known what they make of a gradient.
-        classes: for each rank the ranks whose loss is the same, itself among them; () where a rank has none.
-        gradients: for each rank, of each parameter by its number, what this rank's own use of it adds; None where it
-            is not used.
-    """
-
-    objective: Tensor
-    different: int
+    objective: Tensor  # one number
+    different: int  # how many different losses it is the sum of
+    # for each rank the ranks whose loss is the same, itself among them; () where a rank has none
     classes: list[tuple[int, ...]]
+    # for each rank, of each parameter by its number, what this rank's own use of it adds; None where it is not used
     gradients: list[dict[int, Tensor | None]]
+    # backwards of the program's own on the way, of which it is not known what they make of a gradient
     unclear: tuple[str, ...] = ()
 
     def at(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -214,16 +205,21 @@ def near(a: Tensor, b: Tensor, rtol: float) -> bool:
     return a.shape == b.shape and (a.numel() == 0 or float((a - b).abs().max()) <= rtol * scale)
 
 
+def grouped(items: Iterable[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
+    """Items in groups: one is in the first group whose first item is like it."""
+    groups: list[list[T]] = []
+    for item in items:
+        group = next((group for group in groups if alike(item, group[0])), None)
+        if group is None:
+            groups.append([item])
+        else:
+            group.append(item)
+    return groups
+
+
 def copies_of(values: Sequence[Tensor]) -> list[list[int]]:
     """Which of some ranks' tensors are the same."""
-    groups: list[list[int]] = []
-    for at, x in enumerate(values):
-        group = next((g for g in groups if near(x, values[g[0]], 1e-6)), None)
-        if group is None:
-            groups.append([at])
-        else:
-            group.append(at)
-    return groups
+    return grouped(range(len(values)), lambda a, b: near(values[a], values[b], 1e-6))
 
 
 def _terms(rank: Rank) -> list[Tensor]:
@@ -300,52 +296,34 @@ class Scales:
 
 @dataclass
 class Part:
-    """A parameter on one rank.
+    """A parameter on one rank."""
 
-    Attributes:
-        rank: which.
-        param: what the step found.
-        ids: its numbers on the rank's tape.
-        true: what the rank's own use of it adds to the gradient; None where it is not used.
-        steps: whether an optimizer of this rank steps it, or a copy of it.
-        covered: which of its entries that optimizer steps; None for all.
-        exact: whether nothing of 16 bits or fewer is computed with, or sent.
-    """
-
-    rank: int
-    param: Param
-    ids: tuple[int, ...]
-    true: Tensor | None
-    steps: bool = True
-    covered: Tensor | None = None
-    exact: bool = True
+    rank: int  # which
+    param: Param  # what the step found
+    ids: tuple[int, ...]  # its numbers on the rank's tape
+    true: Tensor | None  # what the rank's own use of it adds to the gradient; None where it is not used
+    steps: bool = True  # whether an optimizer of this rank steps it, or a copy of it
+    covered: Tensor | None = None  # which of its entries that optimizer steps; None for all
+    exact: bool = True  # whether nothing of 16 bits or fewer is computed with, or sent
 
 
 @dataclass
 class Got:
-    """A parameter that is one on some ranks, which have the same value of it.
+    """A parameter that is one on some ranks, which have the same value of it."""
 
-    Attributes:
-        name: of it.
-        parts: of the ranks.
-        true: its whole gradient.
-        got: what each rank's optimizer was given.
-        ratio: what was given, in units of the true one, where it is the same on the ranks and proportional.
-        kind: "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional),
-            "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
-            "ambiguous" (it is unknown whether it is one parameter; the ratio is that of a parameter of each rank),
-            "changed" (the program made something else of it, apparently on purpose), "unknown" (it is not seen where it
-            is used), "unclear" (it is wrong where what a backward makes of it on purpose is not known).
-        alone: how each rank clipped its own part of it, before these were summed.
-    """
-
-    name: str
-    parts: list[Part]
-    true: Tensor
-    got: list[Tensor]
+    name: str  # of it
+    parts: list[Part]  # of the ranks
+    true: Tensor  # its whole gradient
+    got: list[Tensor]  # what each rank's optimizer was given
+    # what was given, in units of the true one, where it is the same on the ranks and proportional
     ratio: float
+    # "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional), "unused"
+    # (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing), "ambiguous" (it
+    # is unknown whether it is one parameter; the ratio is that of a parameter of each rank), "changed" (the program
+    # made something else of it, apparently on purpose), "unknown" (it is not seen where it is used), "unclear" (it is
+    # wrong where what a backward makes of it on purpose is not known)
     kind: str
-    alone: Changed | None = None
+    alone: Changed | None = None  # how each rank clipped its own part of it, before these were summed
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -362,14 +340,9 @@ def tolerance(x: Tensor) -> float:
 def gotten(
     segment: Segment, again: Again, truth: Truth, scales: Sequence[dict[str, Scales]], notes: list[str]
 ) -> list[Got]:
-    """Each parameter of a step; gradients are divided by what the program multiplied them by.
+    """Each parameter of a step, whose gradients are divided by what the program multiplied them by.
 
-    Args:
-        segment: what leads to the step.
-        again: the same, run again.
-        truth: its true gradients.
-        scales: what each rank's gradients were multiplied by.
-        notes: take what could not be compared.
+    `scales` are what each rank's gradients were multiplied by; `notes` take what could not be compared.
     """
     by_name: dict[str, list[Part]] = {}
     exact = not _is_rounded(segment, again)
@@ -536,15 +509,10 @@ def _as_used(leaf: ProgramInput, tensors: dict[int, Tensor]) -> ProgramInput:
 
 
 def covered_by(param: Param, value: Tensor) -> tuple[int, int, int] | None:
-    """Which entries of a parameter another one is a copy of.
+    """Which entries of a parameter another one is a copy of, which an optimizer steps.
 
-    Args:
-        param: what an optimizer steps: a copy of the same shape, maybe of another precision, or a part of several
-            parameters behind one another.
-        value: the parameter.
-
-    Returns:
-        The first entry, the one behind the last, and how many entries before them are others'; None for no copy.
+    It may be a copy of the same shape, maybe of another precision, or a part of several parameters behind one another.
+    Returns the first entry, the one behind the last, and how many entries before them are others'; None for no copy.
     """
     copy, whole = param.value.flatten(), value.flatten()
     if copy.dtype.is_complex or whole.dtype.is_complex or not whole.numel() or not copy.numel():
@@ -605,15 +573,9 @@ def _may_be_elsewhere(group: Sequence[Part], by_name: dict[str, list[Part]]) -> 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     """Parts whose values are the same: one parameter."""
-    groups: list[list[Part]] = []
-    for part in (part for part in parts if not part.param.whole):
-        for group in groups:
-            first = group[0].param
-            if near(part.param.value, first.value, 1e-6):  # a displacement that is taken back leaves rounding
-                group.append(part)
-                break
-        else:
-            groups.append([part])
+    plain = [part for part in parts if not part.param.whole]
+    # A displacement that is taken back leaves rounding.
+    groups = grouped(plain, lambda a, b: near(a.param.value, b.param.value, 1e-6))
     return groups + _groups_of_meshes([part for part in parts if part.param.whole])
 
 
@@ -622,18 +584,14 @@ def _groups_of_meshes(parts: Sequence[Part]) -> list[list[Part]]:
     by_mesh: dict[str, list[Part]] = {}
     for part in parts:
         by_mesh.setdefault(str(part.param.mesh), []).append(part)
-    groups: list[tuple[Tensor | None, list[Part]]] = []
+    meshes: list[tuple[Tensor | None, list[Part]]] = []
     for own in by_mesh.values():
         first = own[0].param
         values = {part.rank: part.param.value for part in own}
         value = _assembled(first, first.placements, values, own[0].rank) if len(by_mesh) > 1 else None
-        for other, group in groups:
-            if value is not None and other is not None and torch.equal(value, other):
-                group.extend(own)
-                break
-        else:
-            groups.append((value, own))
-    return [group for _, group in groups]
+        meshes.append((value, own))
+    alike = grouped(meshes, lambda a, b: a[0] is not None and b[0] is not None and torch.equal(a[0], b[0]))
+    return [[part for _, own in group for part in own] for group in alike]
 
 
 def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
@@ -747,14 +705,12 @@ def _largest(x: Tensor) -> float:
 
 def _own_ratio(given: Sequence[Tensor], trues: Sequence[Tensor], tol: float) -> float | None:
     """What ranks that were given the same have of the gradient of a parameter of their own; None if it is not that."""
-    left, ratios = list(range(len(given))), list[float]()
-    while left:
-        alike = [at for at in left if near(given[at], given[left[0]], tol)]
+    ratios = list[float]()
+    for alike in grouped(range(len(given)), lambda a, b: near(given[a], given[b], tol)):
         ratio = ratio_of(given[alike[0]], torch.stack([trues[at] for at in alike]).sum(0), tol)
         if ratio is None:
             return None
         ratios.append(ratio)
-        left = [at for at in left if at not in alike]
     return ratios[0]
 
 
@@ -792,7 +748,7 @@ def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: d
         elif isinstance(event, Alias) and event.of in summed:
             summed.add(event.id)
         elif isinstance(event, Op):
-            name, taken = event.name.split(".")[1], refs(event)
+            name, taken = event.base, refs(event)
             if set(part.ids).intersection(taken):
                 if "norm" in name:
                     return True
@@ -829,8 +785,8 @@ def _scales_norm(events: Sequence[Event], ids: Iterable[int], own: Iterable[int]
             for each in (apart, means, roots, normed, scaled):
                 each.difference_update(event.outs)
         elif isinstance(event, (Alias, Op)) and (taken := set(refs(event))):
-            outs = event.outs if isinstance(event, Op) else [event.id]
-            name = event.name.split(".")[1].rstrip("_") if isinstance(event, Op) else "alias"
+            outs = makes(event)
+            name = event.base.rstrip("_") if isinstance(event, Op) else "alias"
             if taken & scaled and taken & apart:
                 return False
             for each in (mine, means, roots, normed):
@@ -908,10 +864,8 @@ def behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
     """The tensors that are made of some, on one rank."""
     made = set(numbers)
     for event in events:
-        if isinstance(event, Alias) and event.of in made:
-            made.add(event.id)
-        elif isinstance(event, Op) and not made.isdisjoint(refs(event)):
-            made.update(event.outs)
+        if isinstance(event, (Alias, Op)) and not made.isdisjoint(refs(event)):
+            made.update(makes(event))
     return made
 
 

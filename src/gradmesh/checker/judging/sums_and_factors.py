@@ -25,6 +25,7 @@ from gradmesh.checker.judging.parameters import (
     ratio_of,
     tolerance,
 )
+from gradmesh.checker.judging.values import is_same_data
 from gradmesh.checker.replay import scale_of
 from gradmesh.checker.trace import Hooked, Op, ProgramInput, Root, Scaled, Sent, Tape, is_mean, refs
 
@@ -560,7 +561,7 @@ def _terms(context: Context, rank: int) -> list[tuple[int, float, int, bool]]:
     while todo and len(found) < 64:
         number, net, site, divided = todo.pop(0)
         op = made.get(number)
-        name, taken = ("", []) if op is None else (op.name.split(".")[1].rstrip("_"), refs(op))
+        name, taken = ("", []) if op is None else (op.base.rstrip("_"), refs(op))
         value = None if op is None else number_in(context, rank, op)
         if op is not None and name in ("mul", "div") and value:
             net *= value if name == "mul" else 1 / value
@@ -615,7 +616,7 @@ def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tenso
             if op is None or not taken or number in seen:
                 break
             seen.add(number)
-            name = op.name.split(".")[1]
+            name = op.base
             value = number_in(context, rank, op)
             if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                 factor = 1 / value if name.startswith("div") else value
@@ -643,7 +644,7 @@ def _counts_all(
     inner, signs = made.get(number), ("aten.neg.default", "aten.mul.Tensor")
     while inner is not None and inner.name in signs and len(refs(inner)) == 1:
         inner = made.get(refs(inner)[0])
-    if inner is None or "sum" not in inner.name.split(".")[1]:
+    if inner is None or "sum" not in inner.base:
         return False
     summed = context.tensor(rank, refs(inner)[0])
     if summed is None or value == summed.numel():
@@ -654,9 +655,7 @@ def _counts_all(
 def _totals(context: Context, rank: int) -> set[float]:
     """What sums of one number over the ranks came to."""
     found, events = set(), context.events(rank)
-    changed = {
-        refs(e)[0] for e in events if isinstance(e, Op) and e.name.split(".")[1].endswith("_") and refs(e)
-    }
+    changed = {refs(e)[0] for e in events if isinstance(e, Op) and e.base.endswith("_") and refs(e)}
     for event in events:
         if isinstance(event, Sent) and event.kind == "all_reduce" and event.reduce in ("sum", ""):
             if event.total is not None:
@@ -777,7 +776,7 @@ def _mean_of(
         taken = refs(op) if op is not None else []
         if op is None or not taken:
             return None
-        name, x = op.name.split(".")[1], context.tensor(rank, taken[0])
+        name, x = op.base, context.tensor(rank, taken[0])
         if name == "nll_loss_forward" and op.args[3] == _MEAN_REDUCTION:
             x = context.tensor(
                 rank, op.outs[1]
@@ -821,18 +820,11 @@ def label_losses(context: Context) -> None:
     ]
     for rank in ranks:
         copies, mean = context.truth.classes[rank], means[rank]
-        same = all(_same(labels[other], labels[rank]) for other in copies)
+        same = all(is_same_data(labels[other], labels[rank]) for other in copies)
         whole = averaged and len(places) == 1 and len(mean) == 1 and mean[0][3] and abs(mean[0][1] - 1) < 1e-6
         for root in (event for event in context.events(rank) if isinstance(event, Root)):
             root.copies, root.mean = copies, mean[0][0] if whole else 0
             root.counts = frozenset(x.numel() for x in labels[rank]) if same else frozenset()
-
-
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        x is y or (x.layout == torch.strided and not x.is_meta and x.shape == y.shape and torch.equal(x, y))
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 class _Summed(NamedTuple):

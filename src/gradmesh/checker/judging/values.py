@@ -13,10 +13,18 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, listed, with_text
-from gradmesh.checker.judging.parameters import Got, Segment, copies_of, in_double, is_constant, is_sum, near
+from gradmesh.checker.judging.parameters import (
+    Got,
+    Segment,
+    copies_of,
+    grouped,
+    in_double,
+    is_constant,
+    is_sum,
+    near,
+)
 from gradmesh.checker.trace import (
     MOVES,
-    Alias,
     Annotation,
     Op,
     Param,
@@ -26,6 +34,7 @@ from gradmesh.checker.trace import (
     Step,
     Tape,
     label_stepped,
+    makes,
     refs,
 )
 
@@ -252,7 +261,7 @@ def masks(context: Context) -> list[Finding]:
         leaves = {e.id for e in context.events(rank) if isinstance(e, ProgramInput) and e.leaf}
         own: dict[tuple[str, str, int], _Masked] = {}
         for event in context.events(rank):
-            if not isinstance(event, Op) or event.name.split(".")[1] not in (
+            if not isinstance(event, Op) or event.base not in (
                 "mul",
                 "mul_",
                 "masked_fill",
@@ -284,7 +293,7 @@ def masks(context: Context) -> list[Finding]:
             # Ranks may make masks of their own from one draw, and mask parameters for data of their own.
             apart = apart and len({each.mask.random for each in there}) > 1
             if apart and (
-                all(_same_data(data[rank], data[ranks[0]]) for rank in ranks)
+                all(is_same_data(data[rank], data[ranks[0]]) for rank in ranks)
                 or all(_is_of_a_call(context, rank, every[rank].event) for rank in ranks)
             ):
                 event = there[0].event
@@ -310,8 +319,7 @@ def _is_of_a_call(context: Context, rank: int, at: Op) -> bool:
     events = context.events(rank)
     wanted = set(refs(at))
     for event in reversed(events[: next(n for n, each in enumerate(events) if each is at)]):
-        made = event.outs if isinstance(event, (Op, Sent)) else [event.id] if isinstance(event, Alias) else []
-        if wanted.intersection(made):
+        if wanted.intersection(makes(event)):
             if isinstance(event, Sent):
                 return True
             wanted.update(refs(event))
@@ -520,12 +528,14 @@ def _is_one(held: Sequence[dict[str, Tensor]]) -> bool:
 
 
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Not where they are sparse, which torch does not compare."""
-    return a.shape == b.shape and a.layout is b.layout is torch.strided and torch.equal(a, b)
+    """Not where they are sparse, which torch does not compare, or have no memory."""
+    plain = a.shape == b.shape and a.layout is b.layout is torch.strided
+    return plain and not a.is_meta and torch.equal(a, b)
 
 
-def _same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(own) == len(other) and all(map(_same_numbers, own, other))
+def is_same_data(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two ranks have the same tensors."""
+    return own is other or (len(own) == len(other) and all(map(_same_numbers, own, other)))
 
 
 def overwritten_steps(context: Context, following: Sequence[Segment]) -> list[Finding]:
@@ -642,9 +652,7 @@ def idle_apart(tapes: Sequence[Tape]) -> list[Finding]:
 def sends_nothing(tapes: Sequence[Tape | None], *, at_last: bool = False) -> bool:
     """Whether each rank trains for itself, as far as was seen: no more than numbers and first values are sent.
 
-    Args:
-        tapes: of the ranks.
-        at_last: look at what is between the last two steps of an optimizer alone.
+    With `at_last`, what is between the last two steps of an optimizer alone counts.
     """
     for tape in (tape for tape in tapes if tape is not None):
         steps = [(at, event) for at, event in enumerate(tape.events) if isinstance(event, Step)]
@@ -664,16 +672,11 @@ def averages_values(tapes: Sequence[Tape | None]) -> Place | None:
         sizes = {
             param.value.numel() for event in tape.events if isinstance(event, Step) for param in event.params
         }
-        stepped = 0
+        least, stepped = max(2, min(sizes, default=2)), False
         for event in tape.events:
-            stepped += isinstance(event, Step)
+            stepped = stepped or isinstance(event, Step)
             brings = isinstance(event, Sent) and event.kind.startswith(("all_reduce", "reduce", "all_gather"))
-            if (
-                stepped
-                and isinstance(event, Sent)
-                and brings
-                and _entries(event) >= max(2, min(sizes, default=2))
-            ):
+            if stepped and isinstance(event, Sent) and brings and _entries(event) >= least:
                 return with_text(tape.places, event.site)
     return None
 
@@ -845,13 +848,7 @@ def _copies(steps: Sequence[Step]) -> Iterator[list[tuple[int, Param]]]:
             if param.grad is not None and param.settings is not None:
                 by_name.setdefault(param.name, []).append((rank, param))
     for parts in by_name.values():
-        groups: list[list[tuple[int, Param]]] = []
-        for part in parts:
-            group = next((each for each in groups if _is_copy(part[1], each[0][1])), None)
-            if group is None:
-                groups.append([part])
-            else:
-                group.append(part)
+        groups = grouped(parts, lambda a, b: _is_copy(a[1], b[1]))
         yield from (group for group in groups if len({rank for rank, _ in group}) > 1)
 
 
@@ -1003,7 +1000,7 @@ def _product(context: Context, rank: int, number: int) -> tuple[Tensor, str] | N
     for event in context.events(rank):
         taken = refs(event)
         if isinstance(event, Op):
-            name = event.name.split(".")[1]
+            name = event.base
             if operand is None and name in _PRODUCTS and made.intersection(taken):
                 others = [x for n in taken if n not in made and (x := context.tensor(rank, n)) is not None]
                 operand, after = (others[-1].detach() if others else None), set(event.outs)

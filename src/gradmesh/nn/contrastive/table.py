@@ -57,11 +57,9 @@ class Kernel:
     """The computation of one tile."""
 
     run: Callable[..., Tensors]
-    counts: Counts
-    """Number of operands."""
+    counts: Counts  # number of operands
     outputs: Counts
-    differentiated: tuple[bool, ...]
-    """Which operands are differentiable."""
+    differentiated: tuple[bool, ...]  # which operands are differentiable
 
 
 @dataclass(frozen=True)
@@ -461,8 +459,7 @@ class RingPass:
     comm_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
     number: int
-    order: int = 0
-    """The order of the derivative."""
+    order: int = 0  # the order of the derivative
 
     @classmethod
     def create(
@@ -517,12 +514,9 @@ class LogSums(NamedTuple):
     """Logsumexp values, without derivatives."""
 
     rows: Tensor
-    columns: Tensor
-    """Distributed like the result of `Layout.spread`; empty if not requested."""
-    known: Tensors
-    """This rank's part of the sums of exp(s - logsumexp), over rows and over columns."""
-    more: Tensors
-    """The kernel's other sums over rows."""
+    columns: Tensor  # distributed like the result of `Layout.spread`; empty if not requested
+    known: Tensors  # this rank's part of the sums of exp(s - logsumexp), over rows and over columns
+    more: Tensors  # the kernel's other sums over rows
 
 
 class Layout(ABC):
@@ -574,8 +568,7 @@ class Gathered(Layout):
     """
 
     axis: Axis
-    sizes: tuple[int, ...] | None
-    """Each rank's number of columns; None: all the same."""
+    sizes: tuple[int, ...] | None  # each rank's number of columns; None: all the same
     tile: int
     comm_dtype: torch.dtype | None = None
     backward_dtype: torch.dtype | None = None

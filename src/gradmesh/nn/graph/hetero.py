@@ -28,8 +28,6 @@ from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, R
 from gradmesh.verbs.call import Call
 
-__all__ = ["HeteroPlan", "Relation"]
-
 Relation = tuple[str, str, str]
 """Source type, name and target type of edges, e.g. ("author", "writes", "paper")."""
 

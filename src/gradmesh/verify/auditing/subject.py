@@ -26,6 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH
 from gradmesh._util.structure import sequence_like, tensors_in
 from gradmesh.autograd.ordered import Order, ordered
+from gradmesh.autograd.traced import subclasses
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError
 from gradmesh.verify.gradients.inputs import local_shard
 
@@ -254,7 +255,7 @@ def python_function(node: Any) -> Any:
     if not isinstance(node, BackwardCFunction):
         return None
     name = type(node).__name__.removesuffix("Backward")
-    found = [cls for cls in _functions(torch.autograd.Function) if cls.__name__ == name]
+    found = [cls for cls in subclasses(torch.autograd.Function) if cls.__name__ == name]
     return found[-1] if found else None
 
 
@@ -275,12 +276,6 @@ def nodes(results: Sequence[Tensor]) -> Iterator[Any]:
         seen.add(node)
         yield node
         stack += [above for above, _ in node.next_functions]
-
-
-def _functions(above: Any) -> Iterator[Any]:
-    for cls in above.__subclasses__():
-        yield cls
-        yield from _functions(cls)
 
 
 def _unusable(problem: str, got: str) -> ArgumentError:
