@@ -147,6 +147,7 @@ def test_packets_between_hosts_are_delayed_and_counted() -> None:
     assert not [name for name in names if name in left]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_cost_model_has_the_trips_and_bytes_of_calls_between_hosts(tmp_path: Path) -> None:
     found = tmp_path / "cells.json"

@@ -36,9 +36,9 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
 
     Args:
         backend: a torch.distributed backend; by default, or with "auto", `shm` for CPU tensors if all ranks are on this
-            host (as LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), `mpi4py` under MPI, `hosts` if torchrun starts
-            several ranks on each of several hosts (GROUP_WORLD_SIZE), otherwise `gloo`. With a GPU, by default `gloo`
-            for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
+            host (as LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), `mpi4py` under MPI, `hosts` on several hosts
+            with several ranks each (GROUP_WORLD_SIZE, SLURM_STEP_NUM_NODES), otherwise `gloo`. With a GPU, by default
+            `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
         timeout: seconds that a collective waits for the other ranks. Pass a longer one if a rank may compute for longer
             while others wait for it.
 
@@ -105,7 +105,7 @@ def _for_cpus() -> str:
     loopback = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
     if os.environ.get("LOCAL_WORLD_SIZE") == size or loopback:
         return shm.default()
-    hosts = os.environ.get("GROUP_WORLD_SIZE", size)
+    hosts = os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_NODES", size))
     return "hosts" if hosts != size else "gloo"
 
 
