@@ -467,7 +467,7 @@ class HostsGroup(FlatGroup):
         missing = -flat.numel() % lanes
         whole = torch.cat([flat, flat[:missing]]) if missing else flat
         pieces = whole.split(-(-_PIECE // (whole.element_size() * lanes)) * lanes)
-        begun = []
+        started = []
         for piece in pieces:
             parts = piece.view(lanes, -1).unbind(0)
             mine = torch.empty_like(parts[0])
@@ -475,8 +475,8 @@ class HostsGroup(FlatGroup):
                 call, [mine], partial(ShmGroup._reduce_scatter, out=mine, given=parts, op=_summed(op))
             )
             rail = self._over_the_rail(mine, _summed(op))
-            begun.append((parts, mine, rail, next(rail)))  # goes on while the next piece is added
-        for parts, mine, rail, sending in begun:
+            started.append((parts, mine, rail, next(rail)))  # goes on while the next piece is added
+        for parts, mine, rail, sending in started:
             yield sending
             yield from rail
             self._averaged(op, mine)
@@ -560,10 +560,10 @@ class HostsGroup(FlatGroup):
         self._check_alive(lambda: f"recv(tag {tag})")
         results = Results(self)
         given = [bytes_of(results.flat(tensors[0]))]
-        begun = (
+        started = (
             self._flat.recv_anysource(given, tag) if source is None else self._flat.recv(given, source, tag)
         )
-        return self._collected(_Message(begun, tensors, partial(in_mode_of, tensors, results.copy)))
+        return self._collected(_Message(started, tensors, partial(in_mode_of, tensors, results.copy)))
 
 
 def _gloo(store: Any, name: str, rank: int, size: int, timeout: datetime.timedelta) -> Any:
