@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from gradmesh.type_inference import Types, assert_type, typed
     from gradmesh.verbs.call import apply
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # So that torch.distributed.init_process_group("shm") and new_group(backend="shm") know it.
 _backends.register()
