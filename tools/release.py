@@ -1,8 +1,8 @@
 """Build a release into a folder and check it: python -m tools.release build/release
 
-It needs the packages `build` and `twine` (the extra `release`). It builds the sdist and the wheel of the last commit, has
-`twine` check their descriptions, compares what is in them, and runs a program with the wheel in an environment of its own,
-with the torch of this one. It uploads nothing: CONTRIBUTING.md says what a person does then.
+It needs the packages `build` and `twine` (extra `release`). It builds the sdist and the wheel of the last commit, has
+`twine` check their descriptions, looks at what is in them, and runs a program with the wheel in an environment of its
+own, with the torch of this one. It uploads nothing: CONTRIBUTING.md says what a person does then.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def printed(wheel: Path) -> str:
         (packages / "torch.pth").write_text("\n".join(others))
         program = place / "program.py"
         program.write_text(PROGRAM)
-        done = subprocess.run([python, "-P", program], cwd=place, capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-I", program], cwd=place, capture_output=True, text=True, check=False)
         where = subprocess.run(
-            [python, "-P", "-c", "import gradmesh; print(gradmesh.__file__)"],
+            [python, "-I", "-c", "import gradmesh; print(gradmesh.__file__)"],
             cwd=place,
             capture_output=True,
             text=True,
