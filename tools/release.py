@@ -1,4 +1,4 @@
-"""Build a release into a folder and check it: python -m tools.release build/release
+"""Build a release into a folder and check it: python -m tools.release build/release.
 
 It needs the packages `build` and `twine` (extra `release`). It builds the sdist and the wheel of the last commit, has
 `twine` check their descriptions, looks at what is in them, and runs a program with the wheel in an environment of its
@@ -38,7 +38,7 @@ PRINTED = "{version} [tensor([4.]), tensor([8.])] [tensor([4.]), tensor([8.])]"
 def disagreements(root: Path = ROOT) -> Iterator[str]:
     """What is missing or differs in the files that a release states its version in."""
     changes = (root / "CHANGELOG.md").read_text()
-    if not re.search(rf"^## {re.escape(gm.__version__)}\b.*\d{{4}}-\d\d-\d\d$", changes, re.MULTILINE):
+    if not re.search(rf"^## {re.escape(gm.__version__)} \(\d{{4}}-\d\d-\d\d\)$", changes, re.MULTILINE):
         yield f"CHANGELOG.md has no heading '## {gm.__version__} (YYYY-MM-DD)'"
     if f"\nversion: {gm.__version__}\n" not in (root / "CITATION.cff").read_text():
         yield f"CITATION.cff does not say version: {gm.__version__}"
