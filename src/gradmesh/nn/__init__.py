@@ -22,6 +22,10 @@ from gradmesh.nn.attention import (
     ring_attention,
     ulysses_attention,
 )
+from gradmesh.nn.checkpoints import (
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
 from gradmesh.nn.clipping import (
     clip_grad_norm_,
     clip_grad_value_,
@@ -112,10 +116,12 @@ __all__ = [
     "graph",
     "linear_cross_entropy",
     "load_dense_state_dict",
+    "load_sharded_state_dict",
     "mark_sharded",
     "nt_xent_loss",
     "ring_attention",
     "sequence",
+    "sharded_state_dict",
     "siglip_loss",
     "skipped",
     "sup_con_loss",
