@@ -109,22 +109,11 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
             optimizer is not the module's, or the state of a sharded one has another shape, as that of Adafactor.
 
     Example:
-        >>> import tempfile
-        >>> from torch.distributed import checkpoint
-        >>> def on_each_rank(load):
-        ...     layer = gm.nn.ColumnParallelLinear(2, 5)
-        ...     state = {"model": gm.nn.sharded_state_dict(layer)}
-        ...     if load:
-        ...         gm.nn.load_sharded_state_dict(state, folder)
-        ...     else:
-        ...         torch.nn.init.constant_(layer.weight, 1.0 + gm.rank())
-        ...         checkpoint.save(state, checkpoint_id=folder)
-        ...     return layer.weight[:, 0].tolist()
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for ranks, load in ((2, False), (3, True)):
-        ...         print(gm.launch(on_each_rank, ranks, backend="threads", args=(load,)))
-        [[1.0, 1.0, 1.0], [2.0, 2.0]]
-        [[1.0, 1.0], [1.0, 2.0], [2.0]]
+        >>> def on_each_rank():
+        ...     state = gm.nn.sharded_state_dict(gm.nn.ColumnParallelLinear(2, 5, bias=False))
+        ...     return tuple(state["weight"].shape)
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(5, 2), (5, 2)]
     """
     held = module.state_dict(keep_vars=optimizer is not None)
     if optimizer is None:
@@ -195,23 +184,45 @@ def load_sharded_state_dict(
             no rank loads (nothing is loaded then); or it cannot be read.
 
     Example:
-        See `sharded_state_dict`.
+        >>> import tempfile
+        >>> from torch.distributed import checkpoint
+        >>> def on_each_rank(load):
+        ...     layer = gm.nn.ColumnParallelLinear(2, 5)
+        ...     state = {"model": gm.nn.sharded_state_dict(layer)}
+        ...     if load:
+        ...         gm.nn.load_sharded_state_dict(state, folder)
+        ...     else:
+        ...         torch.nn.init.constant_(layer.weight, 1.0 + gm.rank())
+        ...         checkpoint.save(state, checkpoint_id=folder)
+        ...     return layer.weight[:, 0].tolist()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for ranks, load in ((2, False), (3, True)):
+        ...         print(gm.launch(on_each_rank, ranks, backend="threads", args=(load,)))
+        [[1.0, 1.0, 1.0], [2.0, 2.0]]
+        [[1.0, 1.0], [1.0, 2.0], [2.0]]
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    unsaved = list[_Through]()
+
     class Strict(DefaultLoadPlanner):
         def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+            saved = metadata.state_dict_metadata
             for top, value in state_dict.items():
-                # A parameter that had no gradient before the checkpoint was saved has no state in it.
-                kept = value["state"] if isinstance(value, Mapping) and "param_groups" in value else {}
-                for name in [name for name in kept if isinstance(kept[name], _Through)]:
-                    if not any(
-                        f"{top}.state.{name}.{key}" in metadata.state_dict_metadata for key in kept[name]
-                    ):
-                        kept.pop(name).target.clear()
+                if not isinstance(value, Mapping) or "param_groups" not in value:
+                    continue
+                # A parameter that had no gradient yet when the checkpoint was saved has no state in it.
+                for name, each in list(value["state"].items()):
+                    if not any(f"{top}.state.{name}.{key}" in saved for key in each):
+                        unsaved.append(value["state"].pop(name))
+                # Options that are new in this torch keep their values.
+                for number, group in enumerate(value["param_groups"]):
+                    lacking = [key for key in group if f"{top}.param_groups.{number}.{key}" not in saved]
+                    for key in lacking if len(lacking) < len(group) else ():
+                        del group[key]
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
         def create_global_plan(self, global_plan: list[Any]) -> list[Any]:
@@ -240,3 +251,5 @@ def load_sharded_state_dict(
             got="\n".join(f"rank {rank}: {text}" for text, rank in [*causes.items()][:4]),
             remedy="construct the model and the optimizer as when they were saved; the number of ranks may differ",
         ) from error
+    for each in unsaved:
+        each.target.clear()

@@ -278,13 +278,21 @@ def entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]
     parts, dense = dict(module.named_modules(remove_duplicate=False)), _dense_names(module)
     for name in module.state_dict():
         parent, _, last = name.rpartition(".")
-        owner = parts.get(parent)
+        owner, (layer, inside, rest) = parts.get(parent), name.partition("parametrizations.")
+        if inside and rest.partition(".")[0] in getattr(parts.get(layer.removesuffix(".")), "cuts", ()):
+            raise ArgumentError.of(
+                f"{name!r} is a sharded parameter with a parametrization",
+                op="nn.dense_state_dict",
+                expected="sharded parameters without parametrizations",
+                got=f"one in {layer.removesuffix('.') or 'the module'}",
+                remedy="remove it before saving, with torch.nn.utils.parametrize.remove_parametrizations",
+            )
         yield name, dense(name), owner if isinstance(owner, Parallel) else None, last
 
 
 def _expert_layers(module: nn.Module) -> list[tuple[str, Parallel]]:
     """The layers of experts, inner ones first, each with the dense prefix of its experts' keys."""
-    dense, named = _dense_names(module), list(module.named_modules())
+    dense, named = _dense_names(module), list(module.named_modules(remove_duplicate=False))
     found = [(name, each) for name, each in reversed(named) if isinstance(each, Parallel) and each.sizes]
     return [(dense(f"{name}.experts.".removeprefix(".")), each) for name, each in found]
 
@@ -329,7 +337,8 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
         requires grad.
 
     Raises:
-        ArgumentError: an axis has another number of ranks than when a layer was constructed.
+        ArgumentError: an axis has another number of ranks than when a layer was constructed; a sharded parameter has
+            a parametrization.
 
     Example:
         >>> def on_each_rank():
