@@ -41,14 +41,11 @@ class _Shard(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The block's device."""
-        return self.block.device
+        return self.block.device if hasattr(self, "block") else torch.device("meta")
 
     def new_empty(self, *_: Any, **__: Any) -> Tensor:
         """A shard that has no block yet, for a copy of this one in asynchronous saving."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(_Shard)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"shard of {list(self.shape)} at {list(self.offsets)}: {self.block}"
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -58,16 +55,14 @@ class _Shard(Tensor):
         return [] if empty else [ChunkStorageMetadata(self.offsets, self.block.shape)]
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from torch.distributed.checkpoint import metadata, planner
 
-        form, kind = TensorProperties.create_from_tensor(self.block), WriteItemType.SHARD
-        return [
-            WriteItem(
-                MetadataIndex(name, self.offsets), kind, tensor_data=TensorWriteData(chunk, form, self.shape)
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        index, form = (
+            metadata.MetadataIndex(name, self.offsets),
+            metadata.TensorProperties.create_from_tensor(self.block),
+        )
+        data = [planner.TensorWriteData(chunk, form, self.shape) for chunk in self.__create_chunk_list__()]
+        return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=each) for each in data]
 
     def __get_tensor_shard__(self, _: object) -> Tensor:
         return self.block
@@ -126,12 +121,13 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
             "the optimizer has a parameter that is not in the module",
             op="nn.sharded_state_dict",
             expected="an optimizer of parameters of the module",
-            got=f"an optimizer with {sum(len(group['params']) for group in optimizer.param_groups)} parameters",
+            got="one of another parameter",
             remedy="pass the module that has all of them",
         )
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    if not optimizer.state:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    get_optimizer_state_dict(module, optimizer)  # creates the state
+        get_optimizer_state_dict(module, optimizer)  # creates it
     found: dict[str, Any] = {"state": {}, "param_groups": []}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -148,18 +144,14 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
 
 def _sharded(value: Any, owner: Parallel | None, name: str, parameter: Tensor | None = None) -> Any:
     """A value of a state dict, or of a parameter's state, as a shard if the parameter is sharded."""
-    if (
-        owner is None
-        or name not in owner.cuts
-        or (parameter is not None and value.numel() == 1 and not value.dim())
-    ):
+    if owner is None or name not in owner.cuts or not value.dim():
         return value
     if parameter is not None and value.shape != parameter.shape:
         raise ArgumentError.of(
             f"the optimizer's state of {name!r} cannot be sharded as the parameter is",
             op="nn.sharded_state_dict",
             axis=str(owner.axis),
-            expected=f"tensors of shape {list(parameter.shape)}, or single numbers",
+            expected=f"tensors of shape {list(parameter.shape)} or ()",
             got=f"a tensor of shape {list(value.shape)}",
             remedy="use an optimizer whose state has the shapes of the parameters, such as torch.optim.AdamW",
         )
