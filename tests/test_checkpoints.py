@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class Program:
         width: of the vectors.
         hidden: of the layer between.
         words: of the table; 0: there is none.
-        experts: of the last layer, by rank before and after, or their number; 0: there is none.
+        experts: their number; 0: there are none.
         sequence: whether rows are sharded between the linear layers.
         optimizer: its name.
     """
@@ -69,6 +71,20 @@ def random_program(seed: int) -> Program:
     )
 
 
+Sizes = dict[str, tuple[int, ...]]
+"""Each rank's hidden features and experts; an even split where one is not given."""
+
+
+def random_sizes(program: Program, ranks: int) -> Sizes:
+    """Any split of the hidden features, or of the experts, or of both; ranks may have none."""
+    draw, found = random.Random(10 * program.seed + ranks), Sizes()
+    for name, total in (("hidden", program.hidden), ("experts", program.experts)):
+        if draw.random() < 0.5:
+            ends = [0, *sorted(draw.randint(0, total) for _ in range(ranks - 1)), total]
+            found[name] = tuple(b - a for a, b in itertools.pairwise(ends))
+    return found
+
+
 def filled(module: nn.Module, seed: int) -> nn.Module:
     """The module in float64 with the values of a seed."""
     draw = torch.Generator().manual_seed(seed)
@@ -89,7 +105,6 @@ class Model(nn.Module):
             filled(nn.Linear(width, program.hidden), seed + 1),
             filled(nn.Linear(program.hidden, width), seed + 2),
         )
-        self.norm = filled(nn.LayerNorm(width), seed + 3)
         self.moe: Any = None
         if program.experts:
             self.moe = nn.Module()
@@ -97,24 +112,26 @@ class Model(nn.Module):
             self.moe.experts = nn.ModuleList(
                 filled(nn.Linear(width, width), seed + 5 + n) for n in range(program.experts)
             )
+        self.norm = filled(nn.LayerNorm(width), seed + 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x + self.down(torch.tanh(self.up(x))))
         return x if self.moe is None else x + self.moe(x)
 
 
-def sharded(program: Program, seed: int = 0, sizes: Any = None) -> Any:
+def sharded(program: Program, seed: int = 0, sizes: Sizes | None = None) -> Any:
     """The same model, sharded over all ranks."""
-    net = Model(program, seed)
+    net, given = Model(program, seed), sizes or {}
     if program.experts:
         router, experts = gm.nn.Replicated(net.moe.router), net.moe.experts
         k = min(2, program.experts)
-        net.moe = gm.nn.ExpertParallel(router, lambda n: experts[n], sizes or program.experts, k)
+        net.moe = gm.nn.ExpertParallel(router, lambda n: experts[n], given.get("experts", program.experts), k)
     styles: dict[str, Any] = {"up": "column", "down": "row"}
     styles |= {"table": "vocab"} if program.words else {}
     styles |= {"norm": "replicated"} if program.sequence else {}
     rows: Any = {"sequence_dim": 0, "rows": "balanced"} if program.sequence else {}
-    return gm.nn.tensor_parallel(net, styles, **rows)
+    hidden = dict.fromkeys(("up", "down"), given["hidden"]) if "hidden" in given else None
+    return gm.nn.tensor_parallel(net, styles, sizes=hidden, **rows)
 
 
 def optimizer_of(program: Program, net: nn.Module, rate: float = 0.1) -> torch.optim.Optimizer:
@@ -144,7 +161,7 @@ def dense(net: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in gm.nn.dense_state_dict(net).items()}
 
 
-def saving(program: Program, folder: str, sizes: Any = None) -> tuple[State, State]:
+def saving(program: Program, folder: str, sizes: Sizes | None = None) -> tuple[State, State]:
     """Two steps, the checkpoint, and a third step: what is saved, and what the training comes to."""
     net = sharded(program, sizes=sizes)
     optimizer = optimizer_of(program, net)
@@ -157,7 +174,7 @@ def saving(program: Program, folder: str, sizes: Any = None) -> tuple[State, Sta
     return saved, dense(net)
 
 
-def loading(program: Program, folder: str, sizes: Any = None) -> tuple[State, State]:
+def loading(program: Program, folder: str, sizes: Sizes | None = None) -> tuple[State, State]:
     """The checkpoint in a model of other values, and the third step."""
     net = sharded(program, seed=50, sizes=sizes)
     optimizer = optimizer_of(program, net, rate=0.7)
@@ -170,6 +187,7 @@ def loading(program: Program, folder: str, sizes: Any = None) -> tuple[State, St
 
 def compare(program: Program, before: list[tuple[State, State]], after: list[tuple[State, State]]) -> None:
     names = list(Model(program).state_dict())
+    assert any(list(saved) == names for saved, _ in before)  # on a rank with experts
     for saved, trained in before:
         assert sorted(saved) == sorted(names)
         for loaded, resumed in after:
@@ -185,8 +203,10 @@ def compare(program: Program, before: list[tuple[State, State]], after: list[tup
 @pytest.mark.parametrize("seed", range(16))
 def test_training_goes_on_over_another_number_of_ranks(threads: Threads, tmp_path: Path, seed: int) -> None:
     program = random_program(seed)
-    before = threads(program.before)(saving, program, str(tmp_path))
-    after = threads(program.after)(loading, program, str(tmp_path))
+    before, after = (
+        threads(ranks)(run, program, str(tmp_path), random_sizes(program, ranks))
+        for ranks, run in ((program.before, saving), (program.after, loading))
+    )
     compare(program, before, after)
 
 
@@ -208,9 +228,10 @@ def test_training_goes_on_over_processes(
 
 
 def test_ranks_may_have_no_shard_and_no_experts(threads: Threads, tmp_path: Path) -> None:
-    program = Program(8, hidden=2, words=2, width=2)
-    before = threads(4)(saving, program, str(tmp_path), (0, 3, 0, 2))
-    compare(program, before, threads(3)(loading, program, str(tmp_path), (4, 0, 1)))
+    program = Program(8, words=2)
+    given = {"hidden": (0, 3, 0, 4), "experts": (0, 3, 0, 2)}, {"hidden": (7, 0, 0), "experts": (4, 0, 1)}
+    before = threads(4)(saving, program, str(tmp_path), given[0])
+    compare(program, before, threads(3)(loading, program, str(tmp_path), given[1]))
 
 
 def test_options_that_a_checkpoint_does_not_have_keep_their_values(threads: Threads, tmp_path: Path) -> None:
@@ -334,8 +355,11 @@ def _saved_meanwhile(program: Program, folder: str) -> State:
     net = sharded(program)
     optimizer = optimizer_of(program, net)
     step(program, net, optimizer, 1)
-    saved = dense(net)
-    pending: Any = checkpoint.async_save(state_of(net, optimizer), checkpoint_id=folder)
+    saved, state = dense(net), state_of(net, optimizer)
+    # What is copied has neither the dense size, nor the optimizer.
+    assert state["model"]["up.weight"].new_empty([], device="cpu").is_meta
+    assert type(copy.deepcopy(state["optimizer"]["param_groups"][0])) is dict
+    pending: Any = checkpoint.async_save(state, checkpoint_id=folder)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
@@ -429,6 +453,22 @@ def test_experts_of_tensor_parallel_layers_have_one_dense_state(threads: Threads
         assert all(torch.equal(state[f"moe.experts.2.{name}"], value) for name, value in right.items())
 
 
+def test_experts_in_experts_have_one_dense_state(threads: Threads) -> None:
+    def expert(number: int) -> nn.Module:
+        inner = [filled(nn.Linear(1, 1), 10 * number + n) for n in range(3)]
+        return gm.nn.ExpertParallel(nn.Identity(), lambda n: inner[n], 3, 1, "inner")
+
+    def run(outer: int) -> State:
+        gm.mesh(outer=outer, inner=-1)
+        return dense(gm.nn.ExpertParallel(nn.Identity(), expert, 3, 1, "outer"))
+
+    (expected,) = threads(1)(run, 1)
+    assert len(expected) == 3 * 3 * 2
+    for state in threads(4)(run, 2):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
 def _refused(act: Callable[[], object]) -> str:
     with pytest.raises(gm.ArgumentError) as caught:
         act()
@@ -467,14 +507,15 @@ def test_a_dense_state_that_does_not_fit_is_refused_on_every_rank(threads: Threa
 
 
 def test_without_strict_experts_that_a_state_lacks_are_named(threads: Threads) -> None:
-    state = {**WHOLE, "moe.experts.5.weight": torch.ones(3, 3)}
+    further = {"moe.experts.0.extra": torch.ones(1), "moe.experts.5.weight": torch.ones(3, 3)}
+    state = {**WHOLE, **further}
     del state["moe.experts.4.bias"]
 
     def tried() -> tuple[list[str], list[str]]:
         result = gm.nn.load_dense_state_dict(sharded(Program(0)), state, strict=False)
-        return result.missing_keys, result.unexpected_keys
+        return result.missing_keys, sorted(result.unexpected_keys)
 
-    expected: Any = [([], ["moe.experts.5.weight"]), (["moe.experts.4.bias"], ["moe.experts.5.weight"])]
+    expected: Any = [([], [*further]), (["moe.experts.4.bias"], ["moe.experts.5.weight"])]
     assert threads(2)(tried) == expected
 
 
