@@ -607,6 +607,7 @@ def test_optimizers_that_cannot_be_sharded_are_refused(threads: Threads) -> None
     for factored, unknown in threads(2)(tried):
         assert "the optimizer's state of 'weight' cannot be sharded as the parameter is" in factored
         assert "the optimizer has a parameter that is not in the module" in unknown
+        assert "got       2 other parameters, of shapes [[2, 2], [2]]" in unknown
 
 
 def test_the_state_of_an_optimizer_before_its_first_step_changes_nothing(threads: Threads) -> None:

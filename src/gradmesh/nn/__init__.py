@@ -7,6 +7,7 @@
 * `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: tensor
   parallelism; `gm.nn.tensor_parallel` converts a dense module.
 * `gm.nn.ExpertParallel`: expert parallelism (mixture of experts).
+* `gm.nn.sharded_state_dict`, `dense_state_dict`: checkpoints that any number of ranks can load.
 * `gm.nn.clip_grad_norm_`: clipping by the gradient norm of the dense model; `mark_sharded` for custom shards.
 * `gm.nn.skipped`: for ranks without data for a module under FSDP or DDP.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: normalization by statistics of all ranks.

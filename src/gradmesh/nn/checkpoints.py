@@ -116,12 +116,13 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
     places = dict[int, tuple[str, Parallel | None, str]]()
     for name, dense, owner, last in entries(module):
         places.setdefault(id(held[name]), (dense, owner, last))
-    if any(id(each) not in places for group in optimizer.param_groups for each in group["params"]):
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    if unknown := [list(each.shape) for each in trained if id(each) not in places]:
         raise ArgumentError.of(
             "the optimizer has a parameter that is not in the module",
             op="nn.sharded_state_dict",
             expected="an optimizer of parameters of the module",
-            got="one of another parameter",
+            got=f"{len(unknown)} other parameters, of shapes {unknown[:4]}",
             remedy="pass the module that has all of them",
         )
     if not optimizer.state:
@@ -133,7 +134,7 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         found["param_groups"].append(_Through(group, options))
         for parameter in group["params"]:
-            (dense, owner, last), state = places[id(parameter)], optimizer.state[parameter]
+            (dense, owner, last), state = places[id(parameter)], optimizer.state.get(parameter, {})
             values = {
                 key: _sharded(value, owner, last, parameter) if isinstance(value, Tensor) else value
                 for key, value in state.items()
