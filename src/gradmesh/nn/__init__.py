@@ -7,6 +7,7 @@
 * `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: tensor
   parallelism; `gm.nn.tensor_parallel` converts a dense module.
 * `gm.nn.ExpertParallel`: expert parallelism (mixture of experts).
+* `gm.nn.sharded_state_dict`, `dense_state_dict`: checkpoints that any number of ranks can load.
 * `gm.nn.clip_grad_norm_`: clipping by the gradient norm of the dense model; `mark_sharded` for custom shards.
 * `gm.nn.skipped`: for ranks without data for a module under FSDP or DDP.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: normalization by statistics of all ranks.
@@ -21,6 +22,10 @@ from gradmesh.nn import fields, graph, sequence, tensor
 from gradmesh.nn.attention import (
     ring_attention,
     ulysses_attention,
+)
+from gradmesh.nn.checkpoints import (
+    load_sharded_state_dict,
+    sharded_state_dict,
 )
 from gradmesh.nn.clipping import (
     clip_grad_norm_,
@@ -112,10 +117,12 @@ __all__ = [
     "graph",
     "linear_cross_entropy",
     "load_dense_state_dict",
+    "load_sharded_state_dict",
     "mark_sharded",
     "nt_xent_loss",
     "ring_attention",
     "sequence",
+    "sharded_state_dict",
     "siglip_loss",
     "skipped",
     "sup_con_loss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +10,7 @@ from math import inf
 from typing import Any, Literal, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
@@ -21,7 +22,7 @@ from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, DTypeError, MismatchError, ShapeError
 from gradmesh.nn.clipping import Sharding, remember
 from gradmesh.nn.inputs import outside, readable, upcast
-from gradmesh.ops.sizes import balanced
+from gradmesh.ops.sizes import balanced, intervals
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.transport import compiling
@@ -29,7 +30,7 @@ from gradmesh.transport.call_checks import checksum
 from gradmesh.transport.run import exchange_device, withdraw
 from gradmesh.types import Convention, I, R
 from gradmesh.verbs.call import Call, integer
-from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter, replicate, shard
+from gradmesh.verbs.collectives import all_gather, all_reduce, broadcast, reduce_scatter, replicate, shard
 from gradmesh.verbs.collectives import sizes as sizes_of
 
 __all__ = [
@@ -67,6 +68,8 @@ class Parallel(nn.Module):
     """Each rank's rows of a sequence, for layers with sequence parallelism."""
     holds_parts = True
     """True if its parameters are shards of the dense layer's; see `Holder`."""
+    sizes: Sequence[int] = ()
+    """Each rank's number of experts, for a layer of experts; `experts` has this rank's by their global index."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Register the layer, or a copy of it, for `Sharding`."""
@@ -95,13 +98,14 @@ class Parallel(nn.Module):
         axis = resolve(self.over, f"nn.{type(self).__name__}")
         if parametrize.is_parametrized(self):
             self._check_adapters(axis)
-        for name, cut in self.cuts.items():
-            if len(cut.sizes) != axis.size:
+        each = [(name, cut.sizes) for name, cut in self.cuts.items()]
+        for name, sizes in (*each, ("experts", self.sizes)):
+            if sizes and len(sizes) != axis.size:
                 raise ArgumentError.of(
                     "the axis has another number of ranks than at the layer's construction",
                     op=f"nn.{type(self).__name__}",
                     axis=str(axis),
-                    expected=f"an axis of {len(cut.sizes)} ranks: {name} is sharded as {cut.sizes}",
+                    expected=f"an axis of {len(sizes)} ranks: {name} is sharded as {sizes}",
                     got=f"{axis.size} ranks",
                     remedy="construct the layer on this axis, and load the dense state with "
                     "gm.nn.load_dense_state_dict",
@@ -254,19 +258,66 @@ class Replicated(nn.Module):
         return functional_call(self.module, dict(zip(named, values, strict=True)), args, kwargs)
 
 
-def _entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]]:
+def _dense_names(module: nn.Module) -> Callable[[str], str]:
+    """Maps a key of the state dict to the dense module's: without the `module.` of each `Replicated`."""
+    named = module.named_modules(remove_duplicate=False)
+    wrapped = [f"{name}.module." for name, each in named if isinstance(each, Replicated)]
+    wrapped = sorted((prefix.removeprefix(".") for prefix in wrapped), key=len, reverse=True)
+
+    def dense(name: str) -> str:
+        for prefix in wrapped:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name[len(prefix) :]
+        return name
+
+    return dense
+
+
+def entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]]:
     """For each key of the state dict: the key, the dense module's key, its parallel layer, and the name in it."""
-    parts = dict(module.named_modules(remove_duplicate=False))
-    wrapped = [name for name, each in parts.items() if isinstance(each, Replicated)]
+    parts, dense = dict(module.named_modules(remove_duplicate=False)), _dense_names(module)
     for name in module.state_dict():
         parent, _, last = name.rpartition(".")
-        owner = parts.get(parent)
-        dense = name
-        for prefix in sorted(wrapped, key=len, reverse=True):
-            inside = f"{prefix}.module." if prefix else "module."
-            if dense.startswith(inside):
-                dense = f"{prefix}." * bool(prefix) + dense[len(inside) :]
-        yield name, dense, owner if isinstance(owner, Parallel) else None, last
+        owner, (layer, inside, rest) = parts.get(parent), name.partition("parametrizations.")
+        if inside and rest.partition(".")[0] in getattr(parts.get(layer.removesuffix(".")), "cuts", ()):
+            raise ArgumentError.of(
+                f"{name!r} is a sharded parameter with a parametrization",
+                op="nn.dense_state_dict",
+                expected="sharded parameters without parametrizations",
+                got=f"one in {layer.removesuffix('.') or 'the module'}",
+                remedy="remove it before saving, with torch.nn.utils.parametrize.remove_parametrizations",
+            )
+        yield name, dense(name), owner if isinstance(owner, Parallel) else None, last
+
+
+def _expert_layers(module: nn.Module) -> list[tuple[str, Parallel]]:
+    """The layers of experts, inner ones first, each with the dense prefix of its experts' keys."""
+    dense, named = _dense_names(module), list(module.named_modules(remove_duplicate=False))
+    found = [(name, each) for name, each in reversed(named) if isinstance(each, Parallel) and each.sizes]
+    return [(dense(f"{name}.experts.".removeprefix(".")), each) for name, each in found]
+
+
+def _with_all_experts(state: dict[str, Any], prefix: str, axis: Axis) -> dict[str, Any]:
+    """The state with the experts of all ranks, which have the keys below a prefix."""
+    mine = {name: value for name, value in state.items() if name.startswith(prefix)}
+    forms = {
+        name: (value.to("meta"), value.device.type) if isinstance(value, Tensor) else (value, "")
+        for name, value in mine.items()
+    }
+    every: list[dict[str, tuple[Any, str]]] = [{}] * axis.size
+    dist.all_gather_object(every, forms, group=axis.group)
+    found = dict[str, Any]()
+    for rank, entries_of_rank in enumerate(every):
+        for name, (value, device) in entries_of_rank.items():
+            if device:
+                own = mine[name] if rank == axis.rank else torch.empty_like(value, device=device)
+                value = broadcast(own.contiguous(), axis, root=rank, dst=I)
+            found[name] = value
+    first = next((name for name in state if name in found), None)
+    whole = dict[str, Any]()
+    for name, value in state.items():
+        whole |= found if name == first else {} if name in found else {name: value}
+    return whole | found
 
 
 def dense_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -274,17 +325,20 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
 
     ::
 
-        V -> I    each sharded parameter is gathered along the dim that is sharded; the others are unchanged
+        V -> I    each sharded parameter is gathered along the dim that is sharded; experts are gathered, each under its
+              own name; the others are unchanged
 
     Args:
-        module: a module that contains `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` or
-            `Replicated` layers, at any depth.
+        module: a module that contains `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`,
+            `Replicated` or `ExpertParallel` layers, at any depth.
 
     Returns:
-        A state dict for `load_state_dict` of the dense module. No tensor requires grad.
+        A state dict for `load_state_dict` of the dense module, or of the same module on any number of ranks. No tensor
+        requires grad.
 
     Raises:
-        ArgumentError: an axis has another number of ranks than when a layer was constructed.
+        ArgumentError: an axis has another number of ranks than when a layer was constructed; a sharded parameter has
+            a parametrization.
 
     Example:
         >>> def on_each_rank():
@@ -298,17 +352,20 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
     """
     state, whole = module.state_dict(), {}
     with torch.no_grad():
-        for name, dense, owner, last in _entries(module):
+        for name, dense, owner, last in entries(module):
             value = state[name]
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of fully_shard
             if owner is not None and last in owner.cuts:
                 cut = owner.cuts[last]
                 value = all_gather(value.contiguous(), owner.axis, cut.dim, sizes=cut.sizes)
             whole[dense] = value
+        for prefix, layer in _expert_layers(module):
+            whole = _with_all_experts(whole, prefix, layer.axis)
     return whole
 
 
 def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load a dense module's state dict; each rank takes its shards. Sends nothing.
+    """Load a dense module's state dict; each rank takes its shards and its experts. Sends nothing.
 
     Args:
         module: as in `dense_state_dict`.
@@ -319,7 +376,8 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
         The missing and the unexpected keys, as `load_state_dict`.
 
     Raises:
-        ArgumentError: a tensor does not have the dense shape.
+        ArgumentError: a tensor does not have the dense shape; with `strict`, keys are missing or unexpected, or the
+            state has another number of experts.
 
     Example:
         >>> def on_each_rank():
@@ -330,7 +388,7 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
         [[[0.0, 1.0]], [[2.0, 3.0]]]
     """
     left, local = dict(state), {}
-    for name, dense, owner, last in _entries(module):
+    for name, dense, owner, last in entries(module):
         if dense not in state:
             continue
         left.pop(dense, None)
@@ -350,7 +408,30 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
                 )
             value = cut.part(value, owner.axis.rank)
         local[name] = value
-    return module.load_state_dict({**local, **left}, strict=strict)
+    for prefix, layer in _expert_layers(module):
+        numbers = {name: name[len(prefix) :].partition(".")[0] for name in state if name.startswith(prefix)}
+        known = set(map(str, range(sum(layer.sizes))))
+        if strict and numbers and known != {*numbers.values()}:
+            raise ArgumentError.of(
+                f"{prefix.removesuffix('.')!r} has another number of experts in the state than in the layer",
+                op="nn.load_dense_state_dict",
+                axis=str(layer.axis),
+                expected=f"experts 0 to {len(known) - 1}",
+                got="experts " + ", ".join(sorted({*numbers.values()}, key=lambda n: (len(n), n))),
+                remedy="construct the layer with the state's number of experts, or pass strict=False",
+            )
+        others = known.difference(map(str, range(*intervals(layer.sizes)[layer.axis.rank])))
+        left = {name: value for name, value in left.items() if numbers.get(name) not in others}
+    try:
+        return module.load_state_dict({**local, **left}, strict=strict)
+    except RuntimeError as error:
+        raise ArgumentError.of(
+            "the state does not match the dense module",
+            op="nn.load_dense_state_dict",
+            expected="the names and shapes of the dense module's state dict",
+            got=str(error),
+            remedy="pass the state dict of this model, or strict=False if names are missing or left over",
+        ) from None
 
 
 Rows = Sequence[int] | Literal["balanced"] | None
