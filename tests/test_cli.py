@@ -75,7 +75,7 @@ def test_info_prints_versions_and_backends() -> None:
     assert int(rows["cores"]) >= 1
     default = shm.default()
     assert [name for name in rows if name.startswith("backend")] == [
-        f"backend {name}" for name in ("shm", "threads", "gloo", "nccl", "mpi")
+        f"backend {name}" for name in ("shm", "threads", "gloo", "hosts", "nccl", "mpi", "mpi4py")
     ]
     assert rows[f"backend {default}"] == "available, the default of gm.launch"
     assert rows["backend threads"] == "available"

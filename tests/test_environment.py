@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import gradmesh as gm
@@ -11,6 +13,7 @@ from tests.forking import Forking
 UNUSABLE = {
     "GRADMESH_CHECK": "yes",
     "GRADMESH_HANG": "soon",
+    "GRADMESH_HOST": "two words",
     "GRADMESH_RECYCLE": "-1",
     "GRADMESH_SHM_CHUNK": "12345",
     "GRADMESH_TRACEBACK": "0",
@@ -19,7 +22,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
 def test_invalid_value_raises_with_the_valid_ones(
-    variable: Variable[bool] | Variable[int], monkeypatch: pytest.MonkeyPatch
+    variable: Variable[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable.name, UNUSABLE[variable.name])
     with pytest.raises(gm.ArgumentError, match=variable.name) as caught:

@@ -86,6 +86,12 @@ def _chunk(text: str) -> int:
     return size
 
 
+def _word(text: str) -> str:
+    if len(text.split()) > 1:
+        raise ValueError(text)
+    return text.strip()
+
+
 CHECK = Variable(
     "GRADMESH_CHECK",
     default="1",
@@ -105,10 +111,10 @@ HANG = Variable(
 HOST = Variable(
     "GRADMESH_HOST",
     default="",
-    expected="a name",
+    expected="a name without spaces",
     meaning="for the hosts backend: the host that this rank is on, the same for ranks that share memory; by default "
     "the name of the machine with its PID and network namespaces",
-    parse=str.strip,
+    parse=_word,
 )
 RECYCLE = Variable(
     "GRADMESH_RECYCLE",
