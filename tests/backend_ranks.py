@@ -433,6 +433,33 @@ def lost() -> None:
         time.sleep(3)
 
 
+def aborted() -> None:
+    """A rank that aborts its group gets that error at once, with the call in shared memory or between hosts."""
+    group = dist.new_group()
+    assert isinstance(group, HostsGroup)
+    if dist.get_rank():
+        work = dist.all_reduce(torch.ones(90_000), group=group, async_op=True)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        group.abort()
+        assert work is not None
+        with pytest.raises(AbortedError, match="the process group was aborted"):
+            work.wait()
+        assert time.monotonic() - begin < 3
+    dist.barrier()
+
+
+def without_store() -> None:
+    """Ranks go on, and wait for a late one, after rank 0, which has the store, has ended in order."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(3)
+    x = torch.full((3,), float(dist.get_rank()))
+    dist.broadcast(x, 0)
+    assert x.eq(0).all()
+    print("without_store is right", flush=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)

@@ -87,6 +87,7 @@ RIGHT = (
     "mismatch",
     "differ",
     "destroyed",
+    "aborted",
     "another_world",
     "laws",
 )
@@ -119,6 +120,11 @@ def test_a_rank_that_is_killed_is_named_on_every_host(numbers: str) -> None:
     for _, printed, errors in outcomes[:3]:
         assert "lost is right" in printed, errors
     assert outcomes[3][0] == -9
+
+
+def test_ranks_go_on_after_the_rank_with_the_store_has_ended() -> None:
+    for _, printed, errors in started(4, 2, ("without_store",)):
+        assert "without_store is right" in printed, errors
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

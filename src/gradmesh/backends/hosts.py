@@ -248,6 +248,7 @@ class HostsGroup(FlatGroup):
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._pending = self._number = 0
         self._failed: BaseException | None = None
+        self._looks = True
 
     def __repr__(self) -> str:
         return f"HostsGroup({self.shown()})"
@@ -307,7 +308,9 @@ class HostsGroup(FlatGroup):
             if error is None:
                 in_plain_mode(make)
         except BaseException as raised:
-            error = self._named(raised, work) if isinstance(raised, RuntimeError) else raised
+            error = self._failed  # if a timeout or `abort` ended the call
+            if error is None:
+                error = self._named(raised, work) if isinstance(raised, RuntimeError) else raised
             self.fail(error)
         finally:
             with self._lock:
@@ -324,14 +327,23 @@ class HostsGroup(FlatGroup):
             except RuntimeError:
                 if work.is_completed():
                     break
-                if self._failed is not None or self._store.check(["failed"]):
+                if self._failed is not None or self._others_failed():
                     raise
         work.wait()
 
+    def _others_failed(self) -> bool:
+        """Whether a rank has failed. Without a store, which may end in order before this group, Gloo's errors tell."""
+        try:
+            return self._looks and self._store.check(["failed"])
+        except RuntimeError:
+            self._looks = False
+            return False
+
     def _named(self, error: RuntimeError, work: _Work) -> BaseException:
         """The error with the ranks that did not respond, or why others failed, if it is none of gradmesh's."""
-        if isinstance(error, GradmeshError):
+        if isinstance(error, GradmeshError) and not isinstance(error, AbortedError):
             return error
+        self._inner.engine.abort_group(error)  # a rank of this host that waits for this one can respond then
         reasons = []
         with contextlib.suppress(RuntimeError):  # the store may be on the host that is gone
             self._store.set("failed", "")
@@ -349,6 +361,8 @@ class HostsGroup(FlatGroup):
             for rank, name in enumerate(self._names):
                 if self._store.check([key := f"why/{rank}"]):
                     reasons.append(f"rank {name}: {self._store.get(key).decode()}")
+        if isinstance(error, GradmeshError) and not reasons:
+            return error
         return AbortedError.of(
             "another rank has failed",
             op=work.shown(),
@@ -378,7 +392,7 @@ class HostsGroup(FlatGroup):
                 self._store.set(f"why/{self.place}", first_line(error))
             self._store.set(f"lost/{self.place}", "")
             self._store.set("failed", "")
-        self._inner.abort()
+        self._inner.engine.abort_group(error)
 
     @override
     def shutdown(self) -> None:

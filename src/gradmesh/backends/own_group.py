@@ -932,7 +932,7 @@ class Shown:
 
     def started(self) -> None:
         """Record the call site, because the call may be finished elsewhere."""
-        self._site = call_site()
+        self._site = self._site or call_site()
 
     def __call__(self) -> str:
         """The description."""
