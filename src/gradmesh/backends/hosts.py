@@ -324,11 +324,11 @@ class HostsGroup(FlatGroup):
             try:
                 work.wait(datetime.timedelta(seconds=_LOOK))
                 return
-            except RuntimeError:
+            except RuntimeError as error:
                 if work.is_completed():
                     break
                 if self._failed is not None or self._others_failed():
-                    raise
+                    raise RuntimeError("another rank noticed a failure first") from error
         work.wait()
 
     def _others_failed(self) -> bool:

@@ -1263,5 +1263,5 @@ def not_responding(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return str(error).partition("\n")[0]
+    """The first line of an error's text, or its name."""
+    return str(error).partition("\n")[0] or type(error).__name__
