@@ -45,6 +45,7 @@ def measured(repository: Repository, place: Place) -> dict[str, Any]:
         root = place.files(repository.name, repository.source, repository.files if side == "after" else None)
         own = place.packages(repository.packages)
         for backend in backends:
+            wanted = raising(found["before gloo"]) if (side, backend) == ("before", "shm") else []
             out, error = place.python(
                 "-m",
                 "tools.replaced.ranks",
@@ -52,6 +53,7 @@ def measured(repository: Repository, place: Place) -> dict[str, Any]:
                 str(root),
                 backend,
                 side,
+                *wanted,
                 paths=(root, own),
                 cwd=ROOT,
                 limit=_LIMIT,
@@ -70,6 +72,16 @@ def measured(repository: Repository, place: Place) -> dict[str, Any]:
     row["files"] = [each.path for each in repository.files]
     row["functions"] = {case.name: {run: found[run][case.name] for run in found} for case in repository.cases}
     return row
+
+
+def raising(found: dict[str, Any]) -> list[str]:
+    """The functions and situations in which a run raises; "none", if there are none."""
+    return [
+        f"{name}|{situation}"
+        for name, each in found.items()
+        for situation, answer in each.items()
+        if "raises" in answer or isinstance(answer.get("second"), str)
+    ] or ["none"]
 
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:

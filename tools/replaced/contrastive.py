@@ -99,7 +99,7 @@ CONTRASTIVE = (
         (Replaced("lightly/utils/dist.py", "lightly.py", ("GatherLayer",)),),
         imported("lightly.utils.dist"),
         (Case("gather", lambda m, x, w: torch.cat(m.gather(x)), gathered(), rows(0, 3), group=False),),
-        Tests(("tests", "pyproject.toml"), ("tests/utils", "tests/loss")),
+        Tests(("tests", "pyproject.toml"), ("tests/utils/test_dist.py", "tests/utils/test_dist__gather__losses.py")),
     ),
     Repository(
         "open_clip",

@@ -207,9 +207,7 @@ DEEPSPEED = Repository(
             "deepspeed_loss.py",
             ("_VocabParallelCrossEntropy", "_GatherSequenceLoss"),
         ),
-        Replaced(
-            "deepspeed/sequence/layer.py", "deepspeed_sequence.py", ("_DimZeroAllToAll", "_SeqAllToAll")
-        ),
+        Replaced("deepspeed/sequence/layer.py", "deepspeed_sequence.py", ("_SeqAllToAll",)),
     ),
     _deepspeed_load,
     (
@@ -264,13 +262,6 @@ DEEPSPEED = Repository(
             lambda m, x, w: m.layer._SeqAllToAll.apply(w.group, x, 1, 2, 0),
             transposed(1, 2),
             lambda w, rank: (2, 6, 6 // w.size, 3),
-            uneven=None,
-        ),
-        Case(
-            "sequence._DimZeroAllToAll",
-            lambda m, x, w: m.layer._DimZeroAllToAll.apply(w.group, x),
-            lambda xs, w: _exchanged(xs, w),
-            lambda w, rank: (w.size, 2, 3),
             uneven=None,
         ),
     ),

@@ -1,6 +1,6 @@
 """Run the functions of one repository on several ranks, beside one process, and print what was found as JSON.
 
-$ python -m tools.replaced.ranks NAME FOLDER BACKEND     # FOLDER has the files of the repository
+$ python -m tools.replaced.ranks NAME FOLDER BACKEND before|after [FUNCTION|SITUATION ...]
 
 It runs in the environment of the libraries. Each case has ranks of its own, forked from this process, which are ended
 when they hang.
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from tools.replaced.cases import Case, World, found, text_of, truth
 
-HANGS = "it hangs"
+HANGS, SKIPPED = "it hangs", {"absent": "not needed"}
 RANKS, EVEN, SUBGROUP = 3, (2, 2, 2), (1, 2)
 LIMIT, GRACE = 12.0, 1.5
 _ENDED = re.compile("by peer|remote|process ended|Timed out|timed out")
@@ -177,14 +177,17 @@ def main() -> None:
     """Measure the cases of a repository and print them."""
     from tools.replaced.repositories import BY_NAME
 
-    name, folder, backend, side = sys.argv[1:]
+    name, folder, backend, side = sys.argv[1:5]
+    wanted = {tuple(each.split("|")) for each in sys.argv[5:]}
     repository = BY_NAME[name]
     warnings.simplefilter("ignore")
     module = repository.load(Path(folder))
-    rows = {
-        case.name: {s: measured(case, repository, module, s, backend, side == "after") for s in SITUATIONS}
-        for case in repository.cases
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    for case in repository.cases:
+        for situation in SITUATIONS:
+            given = (case, repository, module, situation, backend, side == "after")
+            skipped = bool(wanted) and (case.name, situation) not in wanted
+            rows.setdefault(case.name, {})[situation] = SKIPPED if skipped else measured(*given)
     print("\n" + json.dumps(rows))
 
 
