@@ -99,7 +99,16 @@ CONTRASTIVE = (
         (Replaced("lightly/utils/dist.py", "lightly.py", ("GatherLayer",)),),
         imported("lightly.utils.dist"),
         (Case("gather", lambda m, x, w: torch.cat(m.gather(x)), gathered(), rows(0, 3), group=False),),
-        Tests(("tests", "pyproject.toml"), ("tests/utils/test_dist.py", "tests/utils/test_dist__gather__losses.py")),
+        Tests(
+            ("tests", "pyproject.toml"),
+            (
+                "tests/utils/test_dist.py",
+                "tests/utils/test_dist__gather__losses.py",
+                "-k",
+                "not test_loss_dcl",
+            ),
+        ),
+        left="`test_loss_dcl` of the commit, which does not pass with the release, is left out.",
     ),
     Repository(
         "open_clip",
@@ -118,7 +127,8 @@ CONTRASTIVE = (
         ),
         Tests(("tests/test_loss.py",), ("tests/test_loss.py",)),
         left="`gather_features` stays, with its conventions; `gm.nn.clip_loss` replaces the whole loss. Their tests do "
-        "not run the exchange.",
+        "not run the exchange. Between two ranks, which are both neighbours of each other, the original swaps the two "
+        "messages of `neighbour_exchange_bidir_with_grad`: the subgroup above. `SigLipLoss` does not call it there.",
     ),
     Repository(
         "DisCo-CLIP",

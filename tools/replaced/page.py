@@ -89,7 +89,7 @@ def page(data: dict[str, Any]) -> str:
         "In a copy of each repository the hand-written differentiable collectives are replaced by a short text of "
         "`tools/replaced/texts`, and nothing else is changed. Each function runs before and after on three ranks over "
         "Gloo and over the `shm` backend, and is compared with one process in double precision, "
-        f"with torch {data['torch']}. The tests are the repository's own which run on CPUs.",
+        f"with torch {data['torch']}. The tests are the repository's own, where they were run; most need GPUs.",
         table(REPOSITORY, [line for row in data["rows"] for line in _files(row)]),
         "## Functions",
         "Before / after. Before is over Gloo; *(shm)* is over `shm`, where Gloo raises, which takes no lists of "
@@ -116,7 +116,7 @@ def page(data: dict[str, Any]) -> str:
 def _files(row: dict[str, Any]) -> list[list[str]]:
     lines: list[list[str]] = []
     for n, path in enumerate(row["files"]):
-        tests = ["", ""] if n else [row[side]["tests"] or "none on CPU" for side in ("before", "after")]
+        tests = ["", ""] if n else [row[side]["tests"] or "not run" for side in ("before", "after")]
         counts = [f"{row[side]['lines'][n]:,}" for side in ("before", "after")]
         lines.append(["" if n else row["source"], f"`{path}`", *counts, *tests])
     return lines

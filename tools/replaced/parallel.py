@@ -28,7 +28,7 @@ from tools.replaced.cases import (
     transposed,
 )
 from tools.replaced.repository import Repository, alone, imported
-from tools.replaced.sources import Replaced, Source, Tests
+from tools.replaced.sources import Replaced, Source
 
 
 def _copy(name: str, call: Any) -> Case:
@@ -265,16 +265,7 @@ DEEPSPEED = Repository(
             uneven=None,
         ),
     ),
-    Tests(
-        ("tests",),
-        (
-            "unit/v1/moe/test_autoep_autotp_dispatch.py",
-            "unit/v1/moe/test_autoep_autotp_grad_parity.py",
-            "unit/v1/moe/test_moe_tp.py",
-            "unit/sequence_parallelism/test_ulysses.py",
-        ),
-        inside="tests",
-    ),
+    None,
     _deepspeed_prepare,
     left="the overlap of `_SeqAllToAll` with other work on a stream, and heads that the ranks do not divide.",
 )

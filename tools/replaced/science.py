@@ -99,7 +99,8 @@ FAIRCHEM = Repository(
     ),
     None,
     _atoms_prepare,
-    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md).",
+    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md). Its "
+    "tests run on CPUs and were not run.",
 )
 
 
@@ -198,11 +199,17 @@ ANEMOI = Repository(
     ),
     Tests(
         ("models/tests", "models/pyproject.toml"),
-        ("tests/distributed", "--distributed", "--distributed-world-size=3"),
+        (
+            "tests/distributed/test_communication_primitives.py",
+            "tests/distributed/test_interfaces.py",
+            "--distributed",
+            "--distributed-world-size=3",
+        ),
         inside="models",
         packages=("hypothesis", "sortedcontainers"),
     ),
-    left="`primitives.py` stays, which the tests call. `use_fp32` sums are in the precision of the operand.",
+    left="`primitives.py` stays; their tests of several ranks call that file alone. "
+    "`use_fp32` sums are in the precision of the operand.",
 )
 
 _GROUP: list[World] = []
