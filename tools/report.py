@@ -30,6 +30,7 @@ PAGES = {
     "docs/pictures": "tools.pictures.__main__",
     "docs/point.svg": "tools.point",
     "docs/profiler.md": "tools.instructions",
+    "docs/replaced.md": "tools.replaced.__main__",
     "docs/reports/attention.md": "tools.attention",
     "docs/reports/audits.md": "tools.audits",
     "docs/reports/backends.md": "tools.backends",

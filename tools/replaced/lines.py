@@ -1,15 +1,13 @@
-"""What `gradmesh.compat.fairchem` replaces of fairchem-core: python -m tools.replaced FOLDER, that of fairchem/core.
+"""What `gradmesh.compat.fairchem` replaces of fairchem-core: lines of files that go, and names that others use.
 
-It counts the lines of the files that go, and looks whether every name that the other files use of them is there.
+The folder is that of fairchem/core.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import io
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,11 +95,8 @@ def _used(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def main() -> int:
+def show(core: Path) -> int:
     """Print both; the exit status says whether a name is missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("core", type=Path, help="the folder of fairchem/core")
-    core: Path = parser.parse_args().core
     files = counted(core)
     print("| file | in git | lines | of code |\n|---|---|---:|---:|")
     for each in files:
@@ -114,7 +109,3 @@ def main() -> int:
         f"{len(used)} names are used in {len(where)} other files; missing: {', '.join(sorted(missing)) or 'none'}"
     )
     return int(bool(missing))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Other libraries with their differentiable collectives replaced by gradmesh: `python -m tools.replaced --help`."""

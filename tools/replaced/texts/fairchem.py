@@ -1,0 +1,1 @@
+from gradmesh.compat.fairchem import *

@@ -1,0 +1,5 @@
+import gradmesh as gm
+
+
+class GradientGather:
+    apply = staticmethod(gm.replicate)

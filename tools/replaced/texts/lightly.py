@@ -1,0 +1,1 @@
+from gradmesh.compat.ksuit import AllGatherGradAutograd as GatherLayer
