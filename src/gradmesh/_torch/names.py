@@ -16,22 +16,6 @@ import torch
 
 from gradmesh.errors import TorchVersionError, TorchWarning, message
 
-__all__ = [
-    "RELIED_ON",
-    "RELIED_ON_LATER",
-    "SUPPORTED",
-    "Attribute",
-    "Missing",
-    "calls",
-    "find",
-    "getter",
-    "gone",
-    "refuse",
-    "required",
-    "there",
-    "warn_of_what_is_gone",
-]
-
 _OLDEST, _NEWEST = "2.9", "2.15"
 SUPPORTED = f"torch {_OLDEST} to {_NEWEST}"
 

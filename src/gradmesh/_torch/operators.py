@@ -10,40 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.weak import WeakIdKeyDictionary as WeakTensors
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, getter, gone, refuse, required
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-
-__all__ = [
-    "KERNELS",
-    "DispatchMode",
-    "FusedAttention",
-    "WeakTensors",
-    "arguments",
-    "arguments_of",
-    "base_of",
-    "dispatched_name",
-    "fill_fresh_memory",
-    "fused_attention",
-    "gives_view",
-    "group_behind",
-    "is_random",
-    "is_view",
-    "local_part",
-    "namespaces",
-    "need_dispatch",
-    "out_arguments",
-    "profiler_of_all_threads",
-    "redistribution_observer",
-    "reduction_of",
-    "refuse_without_reductions",
-    "run_kernel",
-    "version_of",
-    "written",
-]
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 _MODE = "torch.utils._python_dispatch.TorchDispatchMode"
 _SCHEMA = "torch.ops.aten.add.Tensor._schema"
@@ -55,8 +27,12 @@ _unbox = find(
     without="gradmesh.typed treats results of raw collectives as new tensors and infers their types from values",
 )
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    DispatchMode = TorchDispatchMode
+else:
     DispatchMode = object if _mode is None else _mode
+
+WeakTensors = WeakIdKeyDictionary
 
 
 def need_dispatch() -> None:

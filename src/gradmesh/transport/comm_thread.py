@@ -41,19 +41,6 @@ from gradmesh.runtime.state import INSTALLED, instruments, rank_state
 if TYPE_CHECKING:
     from gradmesh.backends.threads.rendezvous import BackgroundTask, Group
 
-__all__ = [
-    "AsyncAxis",
-    "CommThread",
-    "StreamItem",
-    "WorkItem",
-    "after_pending",
-    "async_axis",
-    "current_job",
-    "has_comm_stream",
-    "in_then_callback",
-    "transport_axis",
-]
-
 T = TypeVar("T")
 
 

@@ -82,8 +82,6 @@ from gradmesh.transport.call_checks import (
     without_backward,
 )
 
-__all__ = ["Checker", "Log", "note", "note_message"]
-
 _TICK = 0.25
 """Seconds after which a rank looks whether it has made calls, and posts if it has not."""
 _SELDOM = 1.0

@@ -41,20 +41,6 @@ from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_a
 from gradmesh.transport.packing import laid_out_as
 from gradmesh.types import I, R, Type
 
-__all__ = [
-    "abort",
-    "apply",
-    "cause_of",
-    "constants",
-    "exchange_device",
-    "fake_result",
-    "on_cpu",
-    "own_rank",
-    "profiled",
-    "sent",
-    "withdraw",
-]
-
 
 def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
     """Run an op on this rank's plain tensor. The result is fresh memory; `x` is only read.

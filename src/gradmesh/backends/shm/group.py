@@ -30,8 +30,6 @@ from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork
 from gradmesh.backends.shm.p2p import Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
 
-__all__ = ["ShmGroup"]
-
 
 class ShmGroup(FlatGroup, DirectCalls):
     """A process group whose ranks are processes of one host."""

@@ -28,8 +28,6 @@ from gradmesh.backends.threads import rendezvous
 from gradmesh.backends.threads.rendezvous import Contribution, Exchange, Group, Receive, Waitable
 from gradmesh.errors import MismatchError
 
-__all__ = ["ThreadsGroup"]
-
 _Kernel = Callable[[list[Contribution]], None]
 
 
