@@ -115,19 +115,12 @@ _LOGGED = 1 << 22
 
 @dataclass(slots=True)
 class FunctionCalls:
-    """The calls in one forward of a Function.
+    """The calls in one forward of a Function."""
 
-    Attributes:
-        first: the sequence number of its first call.
-        last: that of the last call before another node was made.
-        text: description of the first call.
-        site: its call site.
-    """
-
-    first: int
-    last: int
-    text: str
-    site: Site
+    first: int  # the sequence number of its first call
+    last: int  # that of the last call before another node was made
+    text: str  # description of the first call
+    site: Site  # its call site
 
     def __str__(self) -> str:
         made = f"call {self.first}: {self.text} {show_site(self.site)}"
@@ -203,12 +196,7 @@ def conflicting(peer_flags: Sequence[int]) -> bool:
 
 
 def show_flags(peer_flags: Sequence[int], own: FunctionCalls | None) -> str:
-    """One line per rank: the call whose backward it runs.
-
-    Args:
-        peer_flags: every rank's flags.
-        own: this rank's calls, to complete the numbers, of which the flags have 10 bits.
-    """
+    """One line per rank: the call whose backward it runs; the numbers, of which the flags have 10 bits, by `own`."""
     lines = []
     for rank, flags in enumerate(peer_flags):
         read = _read(flags)
@@ -252,14 +240,7 @@ class Signature:
 
     @classmethod
     def of(cls, verb: str, axis: str, text: str, own: str = "") -> Signature:
-        """Make one from its text.
-
-        Args:
-            verb: the verb that is called, for the error.
-            axis: the axis, for the error.
-            text: the part that has to be the same on every rank.
-            own: the part that may differ between ranks, only for the error.
-        """
+        """Make one from its text, the same on every rank; what may differ, `own`, is only for the error."""
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(verb, axis, text + own, int.from_bytes(digest, "little", signed=True))
 
@@ -273,35 +254,21 @@ class DefersReduction(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """Metadata of one call on this rank.
+    """Metadata of one call on this rank."""
 
-    Attributes:
-        role: `BACKWARD` or `TANGENT` of `origin`; "" for a forward call.
-        origin: the forward call that this call belongs to.
-        flags: `NEEDS_BACKWARD`, `CAN_BACKWARD`, and `ZERO_GRAD` or `DEFERRED`.
-        ordered: whether it is an ordered op, inside `ordered()`.
-        number: its sequence number among the compared calls of the group; 0: not compared.
-        local: its number among the calls since then that send nothing; 0: it sends.
-        text: description of the call.
-        site: its call site.
-        peer_flags: the flags of every rank, if they differ.
-        traced: in a traced program, its sequence number as a tensor that exists when the program runs.
-        logged: its number in the log of the deferred check; 0: it is compared before it is made.
-        deferral: defers the gradient reduction instead of sending in backward.
-    """
-
-    role: str = ""
-    origin: CallRecord | None = None
-    flags: int = 0
-    ordered: bool = False
-    number: int = 0
-    local: int = 0
-    text: str = ""
-    site: Site = None
-    peer_flags: Sequence[int] | None = None
+    role: str = ""  # `BACKWARD` or `TANGENT` of `origin`; "" for a forward call
+    origin: CallRecord | None = None  # the forward call that this call belongs to
+    flags: int = 0  # `NEEDS_BACKWARD`, `CAN_BACKWARD`, and `ZERO_GRAD` or `DEFERRED`
+    ordered: bool = False  # whether it is an ordered op, inside `ordered()`
+    number: int = 0  # its sequence number among the compared calls of the group; 0: not compared
+    local: int = 0  # its number among the calls since then that send nothing; 0: it sends
+    text: str = ""  # description of the call
+    site: Site = None  # its call site
+    peer_flags: Sequence[int] | None = None  # the flags of every rank, if they differ
+    # in a traced program, its sequence number as a tensor that exists when the program runs
     traced: Tensor | None = None
-    logged: int = 0
-    deferral: DefersReduction | None = None
+    logged: int = 0  # its number in the log of the deferred check; 0: it is compared before it is made
+    deferral: DefersReduction | None = None  # defers the gradient reduction instead of sending in backward
 
     @property
     def deferred(self) -> bool:
@@ -393,19 +360,10 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
 
 
 class OpCallCheck(CallCheck):
-    """The check of one call of an op.
+    """The check of one call of an op, with the call's metadata, `recorded`; None where no backward can be recorded.
 
-    Args:
-        signature: the signature of the call.
-        recorded: its metadata; None where no backward can be recorded.
-        deferred: whether the ranks compare it after it was made.
-        by_shape: if so, whether the first call of each shape and dtype is compared before it is made nevertheless,
-            rather than of each verb.
-
-    Attributes:
-        refused: why this rank aborted it, if deferred; "": it did not.
-        site: its call site, if deferred.
-        recorded: the metadata of the call.
+    If `deferred`, the ranks compare it after it was made; the first call of each verb, or `by_shape` of each shape and
+    dtype, is compared before it is made nevertheless.
     """
 
     __slots__ = (
@@ -435,8 +393,9 @@ class OpCallCheck(CallCheck):
         deferred: bool = False,
         by_shape: bool = False,
     ) -> None:
-        self.deferred, self.by_shape, self.refused = deferred, by_shape, ""
-        self.site: Site = None
+        self.deferred, self.by_shape = deferred, by_shape
+        self.refused = ""  # why this rank aborted it, if deferred
+        self.site: Site = None  # its call site, if deferred
         self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
         self.peer_flags = None
@@ -551,12 +510,7 @@ class OpCallCheck(CallCheck):
         return record.origin.logged % _LOGGED
 
     def mismatch(self, words: list[str], flags: Sequence[int] | None) -> Exception:
-        """The error of the deferred check: the calls differ, or the flags of the ranks conflict.
-
-        Args:
-            words: the descriptions of the calls, in rank order.
-            flags: every rank's flags, if it is they that conflict.
-        """
+        """The error of the deferred check: the calls, described in rank order, differ, or the flags conflict."""
         if flags is not None:
             try:
                 self._verify(flags)
@@ -599,11 +553,7 @@ class OpCallCheck(CallCheck):
 class MessageCheck(OpCallCheck):
     """The check of one end of a message off the CPU, which the deferred check of the two ranks compares.
 
-    Args:
-        verb: "send" or "recv".
-        axis: the axis.
-        peer: the rank at the other end.
-        greeting: description of the message; it has to be the same on both ends.
+    `greeting` is the description of the message; it has to be the same on both ends.
     """
 
     __slots__ = ("_ends", "balance")
@@ -721,13 +671,7 @@ _BACKWARD_STATUS = {
 
 
 def call_check(verb: str, axis: str, text: str) -> OpCallCheck:
-    """The check of a call that has no op.
-
-    Args:
-        verb: the verb that is called, for the error.
-        axis: the axis, for the error.
-        text: description of the call; it has to be the same on every rank.
-    """
+    """The check of a call that has no op, whose description, `text`, has to be the same on every rank."""
     return OpCallCheck(Signature.of(verb, axis, text), None)
 
 
@@ -746,12 +690,7 @@ def _number(source: int, target: int, amount: int) -> int:
 
 
 def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
-    """A rank's checksum.
-
-    Args:
-        rank: the rank.
-        send: the number of elements that it sends to each rank.
-        receive: the number of elements that it receives from each rank.
+    """A rank's checksum, from the numbers of elements that it sends to each rank and receives from each.
 
     >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 4)), (1, (4, 3), (2, 3)))) % 2**64
     0
@@ -771,9 +710,7 @@ def _balance(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
 def agreed(heads: Sequence[int], own: int) -> bool:
     """Whether all ranks' call digests are equal and their count checksums cancel.
 
-    Args:
-        heads: every rank's digest plus checksum, with its flags.
-        own: this rank's digest alone.
+    `heads` are every rank's digest plus checksum, with its flags; `own` is this rank's digest alone.
 
     >>> one = FLAGS + 1
     >>> agreed([one, one + 1], one), agreed([2 * one, 0], one), agreed([one, 2 * one], one)
@@ -841,14 +778,7 @@ def _line() -> int:
 
 
 class ValueCheck(OpCallCheck):
-    """The check of one call and of its operand's values.
-
-    Args:
-        signature: the signature of the call.
-        recorded: its metadata.
-        x: this rank's operand.
-        src: the operand's type over the ranks; None: it has none.
-    """
+    """The check of one call and of its operand's values; `src` is the operand's type over the ranks, if it has one."""
 
     __slots__ = ("_src", "sends_positions")
 

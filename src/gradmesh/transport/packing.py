@@ -172,14 +172,8 @@ def release() -> None:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised dense tensor; in recycled memory if it is large and on the CPU.
 
-    Args:
-        shape: the shape.
-        dtype: the dtype.
-        device: the device.
-
-    Example:
-        >>> empty((2, 3), torch.float32, torch.device("cpu")).shape
-        torch.Size([2, 3])
+    >>> empty((2, 3), torch.float32, torch.device("cpu")).shape
+    torch.Size([2, 3])
     """
     size = math.prod(shape) * dtype.itemsize
     if size < SMALLEST or device.type != "cpu" or not _ANONYMOUS or size > RECYCLE.value():

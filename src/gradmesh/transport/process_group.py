@@ -73,17 +73,13 @@ _OUTSTANDING = 256
 
 @dataclass
 class _Outbox:
-    """A rank's message state besides the posted messages.
+    """A rank's message state besides the posted messages."""
 
-    Attributes:
-        skipped: how many messages of a rank to discard, by group and rank.
-        withdrawn: sent headers without a message; they are not waited for, as the peer may never receive them.
-        draining: whether a thread waits for posted messages.
-    """
-
+    # how many messages of a rank to discard, by group and rank
     skipped: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
+    # sent headers without a message; they are not waited for, as the peer may never receive them
     withdrawn: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
-    draining: bool = False
+    draining: bool = False  # whether a thread waits for posted messages
 
 
 def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
@@ -398,11 +394,7 @@ class TorchGroup(GroupTransport):
         return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
 
     def _agree_with(self, flat: Tensor, to: int | None = None) -> Tensor | None:
-        """Compare the ranks' calls, and send an operand with the check if it is short.
-
-        Args:
-            flat: the operand, dense.
-            to: the only rank that needs it; None: all.
+        """Compare the ranks' calls, and send a dense operand with the check, to all or one rank, if it is short.
 
         Returns:
             The bytes of every rank's operand, one row each; None if it was not sent.
@@ -421,12 +413,9 @@ class TorchGroup(GroupTransport):
         receive: Sequence[int] = (),
         fill: Callable[[Tensor], object] | None = None,
     ) -> Tensor | None:
-        """Compare the ranks' calls and counts, before the first primitive of the call.
+        """Compare the ranks' calls and counts (if these are to be compared), before the first primitive of the call.
 
-        Args:
-            send: the number of elements for each rank, if it is to be compared.
-            receive: the number from each rank.
-            fill: writes the data for each rank into a row of a tensor; None: it is too long.
+        `fill` writes the data for each rank into a row of a tensor; None: it is too long.
 
         Returns:
             The data from each rank, if no rank's was too long; None: it has to be sent.
