@@ -117,10 +117,7 @@ def local_part(x: Any) -> Any:
 
 _OPENED = "gradmesh check of a script with operators of its own"
 _names = required("torch._C._dispatch_get_all_op_names", _OPENED)
-for _path in (
-    "torch._C.DispatchKeySet",
-    "torch._C.DispatchKey.CPU",
-):  # without which torch itself is not imported
+for _path in ("torch._C.DispatchKeySet", "torch._C.DispatchKey.CPU"):  # without them, torch is not imported
     RELIED_ON_LATER[_path] = f"{_OPENED} raises an error"
 
 
@@ -206,10 +203,8 @@ class FusedAttention:
     Operands are (batch, heads, sequence, features); k and v may have one head. Arguments are passed by name. The first
     use tries both operators without data: a torch that names an argument otherwise does without them.
 
-    Args:
-        name: of the operator, without its prefix.
-        able: whether torch has the kernel for q, k and v, and a causal mask or none.
-        multiple: of which the kernel's logsumexp has a length; 0: it takes any strides of its operands.
+    `able` says whether torch has the kernel for q, k and v, and a causal mask or none. The length of the kernel's
+    logsumexp is a multiple of `multiple`; 0: it takes any strides of its operands.
     """
 
     def __init__(

@@ -1239,14 +1239,9 @@ def unresponsive(store: Any, rank: int, size: int, grace: float) -> list[int]:
 def not_responding(
     names: Sequence[int], error: BaseException, axis: str, call: str | None = None, where: str = ""
 ) -> AbortedError:
-    """The error for ranks that did not respond after the backend failed.
+    """The error for ranks, by their global numbers, that did not respond after the backend failed.
 
-    Args:
-        names: their global ranks.
-        error: of the backend.
-        axis: the group.
-        call: that was made.
-        where: further words on these ranks.
+    `where` is further words on these ranks.
     """
     ranks = ", ".join(map(str, names))
     return AbortedError(

@@ -219,9 +219,8 @@ class OutputPipes:
             screen.flush()
 
 
-_of_thread = (
-    threading.local()
-)  # .mark: the prefix of a rank's thread; .streams: the streams it has written to
+# .prefix: the prefix of a rank's thread; .streams: the streams it has written to
+_of_thread = threading.local()
 _replacing = threading.Lock()
 
 
@@ -251,9 +250,8 @@ class RankStream:
         self.users = 0
         self._screen = Screen(lambda: stream)
         self._held: dict[int, tuple[str, LineSplitter]] = {}
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a destructor that prints may run while its thread holds the lock
+        # Reentrant: a destructor that prints may run while its thread holds the lock.
+        self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
         """Write text, and return its length."""

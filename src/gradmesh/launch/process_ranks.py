@@ -120,9 +120,7 @@ _Ends = tuple[int, int, int]
 class _Template:
     """What the parent knows of the process that several ranks are forked from, or that is a rank itself.
 
-    Args:
-        process: the process.
-        reports: its connection; None if it is a rank.
+    `reports` is its connection; None if it is a rank.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], reports: Connection[Any, Any] | None) -> None:

@@ -1029,9 +1029,8 @@ class Hub:
 
     def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
         at, changed = 0, []
-        self._hurried = {
-            pair for pair in self._hurried if pair[0] != rank
-        }  # asked again for what it has not made yet
+        # It is asked again for what it has not made yet.
+        self._hurried = {pair for pair in self._hurried if pair[0] != rank}
         for name, start, count, ahead, members, messages in logs:
             group = self._groups.get(name)
             if group is None:

@@ -503,9 +503,8 @@ class Engine:
         self.p2p_channel = P2PChannel(segment)
         self.lock = threading.RLock()
         self.queue: deque[CallWork] = deque()
-        self.closed: Callable[[], GradmeshError] | None = (
-            None  # creates the error for calls on a closed group
-        )
+        # creates the error for calls on a closed group
+        self.closed: Callable[[], GradmeshError] | None = None
         self._messages: set[MessageWork] = set()
         self._promises: list[AsyncWork] = []
         self._looked = 0.0
