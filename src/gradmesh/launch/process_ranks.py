@@ -167,8 +167,7 @@ class ProcessRanks:
         self.alive = True
         self.timeout = timeout
         self._on_cpu = backend in _CPU_BACKENDS
-        self._templates: list[_Template] = []
-        """That of each rank."""
+        self._templates: list[_Template] = []  # that of each rank
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()

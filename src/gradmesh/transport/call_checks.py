@@ -323,21 +323,16 @@ class Calls:
     __slots__ = ("functions", "local", "local_digest", "lock", "log", "number", "signatures", "words")
 
     def __init__(self) -> None:
+        # Held during a call that is compared: threads must not interleave their calls on one group.
         self.lock = threading.RLock()
-        """Held during a call that is compared: threads must not interleave their calls on one group."""
-        self.number = 0
-        """How many calls were compared."""
-        self.local = 0
-        """How many calls since then sent nothing but have a backward that sends."""
-        self.local_digest = 0
-        """A digest of those."""
+        self.number = 0  # how many calls were compared
+        self.local = 0  # how many calls since then sent nothing but have a backward that sends
+        self.local_digest = 0  # a digest of those
         self.words: list[str] = []
+        # the signatures of calls, by op and operand, where the group does not keep its ops
         self.signatures = BoundedCache()
-        """The signatures of calls, by op and operand, where the group does not keep its ops."""
-        self.functions = Functions()
-        """User-written autograd Functions that call verbs."""
-        self.log: Any = None
-        """The log of the deferred check, if a call on the group was deferred."""
+        self.functions = Functions()  # user-written autograd Functions that call verbs
+        self.log: Any = None  # the log of the deferred check, if a call on the group was deferred
 
     def note(self, signature: Signature, recorded: CallRecord) -> None:
         """Count a call that sends nothing."""

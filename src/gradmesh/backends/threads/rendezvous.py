@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._util.call_sites import Site, origin, seen_from
@@ -364,17 +365,14 @@ class Contribution:
     """One rank's contribution to a call: its name with root and reduce op, its tensors, and its call site."""
 
     call: str
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     site: Site
-    pieces: object = None
-    """The same tensors, split as the call's kernel needs them."""
-    call_check: CallCheck | None = None
-    """The signature that the ranks compare."""
+    pieces: object = None  # the same tensors, split as the call's kernel needs them
+    call_check: CallCheck | None = None  # the signature that the ranks compare
+    # describes the forward call, if this is its backward
     origin: Callable[[], str] | None = dataclasses.field(default_factory=origin)
-    """Describes the forward call, if this is its backward."""
-    direct: bool = False
-    """Whether the call comes from gradmesh's data path, not from torch.distributed."""
+    direct: bool = False  # whether the call comes from gradmesh's data path, not from torch.distributed
 
     def __str__(self) -> str:
         return show_call(self.call, self.inputs, self.outputs, self.site, self.origin)
@@ -388,8 +386,8 @@ class Rendezvous(Waitable):
         self.group = group
         self.number = number
         self.parts: dict[int, Contribution] = {}
+        # the descriptions of all ranks' calls after a mismatch, if all have a call check
         self.words: list[str] | None = None
-        """The descriptions of all ranks' calls after a mismatch, if all have a call check."""
 
     def needs(self) -> Iterable[int]:
         """The ranks that have not arrived."""
@@ -459,8 +457,7 @@ class Receive(Waitable):
         super().__init__(group.world)
         self.group, self.place, self.source, self.tag, self.part = group, place, source, tag, part
         self.came_from = -1
-        self.sent: Contribution | None = None
-        """The sender's call, once the message has arrived."""
+        self.sent: Contribution | None = None  # the sender's call, once the message has arrived
 
     def needs(self) -> Iterable[int]:
         """The sender."""
@@ -504,7 +501,7 @@ class Message:
 
     source: int
     tag: int
-    tensor: torch.Tensor
+    tensor: Tensor
     part: Contribution
 
 
@@ -613,7 +610,7 @@ class Group:
         return receive
 
 
-Pieces = Sequence[torch.Tensor | None]
+Pieces = Sequence[Tensor | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -624,13 +621,13 @@ class Exchange:
     take: Pieces
 
 
-def _fit(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _fit(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def write(output: torch.Tensor, value: torch.Tensor) -> None:
+def write(output: Tensor, value: Tensor) -> None:
     """Write a value into a user's tensor, for any layout and mode."""
     if output.layout is torch.sparse_coo:
         output.copy_(value.coalesce())  # without detach(), which would not change the original
@@ -703,7 +700,7 @@ def reduce_scatter(parts: list[Contribution], *, op: str) -> None:
             write(part.outputs[number], value)
 
 
-def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+def _same(of_ranks: Sequence[Sequence[Tensor]]) -> None:
     if len({len(tensors) for tensors in of_ranks}) > 1:
         raise Misfit("the ranks passed different numbers of tensors")
     for tensors in zip(*of_ranks, strict=True):
@@ -711,12 +708,12 @@ def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
             raise Misfit("the ranks passed tensors of different shapes or dtypes")
 
 
-def _reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _reduced(op: str, tensors: list[Tensor]) -> Tensor:
     total = functools.reduce(REDUCTIONS[op], tensors)
     if op != "AVG":
         return total
     return averaged(total.clone() if len(tensors) == 1 else total, len(tensors))
 
 
-def _show(tensor: torch.Tensor | None) -> str:
+def _show(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
