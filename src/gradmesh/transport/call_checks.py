@@ -9,26 +9,6 @@ The transports exchange what is compared: see `process_group.py` here, `Lockstep
 `_compare` in backends/threads/rendezvous.py.
 
 In addition, each rank reports whether its call will have a backward: see `NEEDS_BACKWARD`.
-
-Verbs that a user-written autograd.Function calls in its forward and backward.
-Two calls of such a Function could have their backward calls mispaired where ranks use the results differently. So the
-sequence numbers of the calls in the Function's forward are stored under its node's number, and sent as flags with the
-call in its backward. They are hints: two ranks that both know theirs must have a call in common; an unknown one matches
-anything, since a rank may not be able to find its node.
-
-Verify that all-to-all send and receive counts agree, with one checksum per rank.
-Each (source, target, count) has a 64-bit hash. A rank adds the hashes of what it sends and subtracts those of what it
-receives. Counts that agree cancel, so that the checksums of all ranks add up to 0, and almost never otherwise. The
-checksum is added to the call digest that the ranks exchange anyway; the flag bits of the digest stay untouched.
-
-Value checks: what the ranks compare about their operands at `gradmesh.check("full")`.
-A checksum of the operand, whether it contains a NaN or an infinity, and a hash of the call's source line are sent with
-the call check. Bits are compared without a tolerance: ranks that repeat the same work on one machine get the same
-bits.
-
-Name the failed rank where a torch backend only reports a closed connection or a timeout.
-A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
-exited, has returned or is busy elsewhere sets none.
 """
 
 from __future__ import annotations
@@ -138,7 +118,12 @@ _here = _Thread()
 
 
 class Functions:
-    """The calls of user-written Functions on a group, on this rank.
+    """The calls of verbs in user-written autograd Functions on a group, on this rank.
+
+    Two calls of such a Function could have their backward calls mispaired where ranks use the results differently. So
+    the sequence numbers of the calls in the Function's forward are stored under its node's number, and sent as flags
+    with the call in its backward. They are hints: two ranks that both know theirs must have a call in common; an
+    unknown one matches anything, since a rank may not be able to find its node.
 
     Autograd numbers nodes per thread, so only the first thread that calls is tracked.
     """
@@ -685,7 +670,11 @@ def _number(source: int, target: int, amount: int) -> int:
 
 
 def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
-    """A rank's checksum, from the numbers of elements that it sends to each rank and receives from each.
+    """A rank's checksum of the numbers of elements that it sends to each rank and receives from each.
+
+    Each (source, target, count) has a 64-bit hash. A rank adds the hashes of what it sends and subtracts those of what
+    it receives. Counts that agree cancel, so that the checksums of all ranks add up to 0, and almost never otherwise.
+    The checksum is added to the call digest that the ranks exchange anyway; its flag bits stay untouched.
 
     >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 4)), (1, (4, 3), (2, 3)))) % 2**64
     0
@@ -773,7 +762,12 @@ def _line() -> int:
 
 
 class ValueCheck(OpCallCheck):
-    """The check of one call and of its operand's values; `src` is the operand's type over the ranks, if it has one."""
+    """The check of one call and of its operand's values; `src` is the operand's type over the ranks, if it has one.
+
+    A checksum of the operand, whether it contains a NaN or an infinity, and a hash of the call's source line are sent
+    with the call check. Bits are compared without a tolerance: ranks that repeat the same work on one machine get the
+    same bits.
+    """
 
     __slots__ = ("_src", "sends_positions")
 
@@ -880,7 +874,10 @@ _GRACE = 0.4
 
 @contextlib.contextmanager
 def failed_ranks_named(axis: Axis) -> Iterator[None]:
-    """Turn a backend error in this block into one that names the ranks which did not respond.
+    """Turn a backend error in this block, such as a closed connection, into one that names the ranks that failed.
+
+    A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
+    exited, has returned or is busy elsewhere sets none.
 
     Raises:
         AbortedError: the backend failed, and some ranks of the axis did not respond.

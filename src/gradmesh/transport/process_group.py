@@ -1,24 +1,8 @@
 """The transports: process groups of torch.distributed and of gradmesh, one rank, and compiled programs.
 
-Point-to-point messages over torch.distributed.
-A message between CPUs is preceded by a header of fixed length with its description and size, so that a receiver that
-expects something else can raise and discard it. The tensor is copied and kept until it is sent, so that the sender
-never blocks.
-
-The transport for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
-These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
-different collectives hang. So a checked call of CPU tensors begins with a message of fixed length from each rank
-to each, which holds a digest of the call, and the data if it is short; where digests differ, the ranks exchange
-descriptions. For tensors on other devices, and at level "deferred", the comparison follows later
-(`deferred_check.py`): an exchange before the call would have to wait for the device.
-
-The transport for groups of gradmesh's own backends, which share memory.
-Their groups are called directly, because torch.distributed's functions take a tenth of a small call. The call check is
-sent with the data at no cost. A rank that fails before it has sent notifies the others.
-
-The transport for `gradmesh.reorderable()`: functional collectives, which a compiler may reorder and bucket.
-It serves ops that are one collective with the same arguments on every rank. A compiler sees one rank's program only:
-if the programs of the ranks differ, it may order their collectives differently.
+A point-to-point message between CPUs is preceded by a header of fixed length with its description and size, so that a
+receiver that expects something else can raise and discard it. The tensor is copied and kept until it is sent, so that
+the sender never blocks.
 """
 
 from __future__ import annotations
@@ -128,19 +112,6 @@ def _noted(
     from gradmesh.transport.deferred_check import note_message
 
     return note_message(axis, verb, peer, greeting)
-
-
-def withdraw(axis: Axis, peer: int, said: str) -> None:
-    """Notify a rank that the message it expects will not be sent."""
-    header = _header(_NOTHING, said)
-    work = _send(header, axis, peer)
-    if work is not None:
-        rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
-
-
-def pass_over(axis: Axis, peer: int) -> None:
-    """Discard the next message of a rank when it arrives."""
-    rank_state().get_or_create(_Outbox).skipped[axis.group, peer] += 1
 
 
 def settle(outstanding: int = 0) -> None:
@@ -261,10 +232,13 @@ DIRECT = 1 << 16
 
 
 class TorchGroup(GroupTransport):
-    """An axis with a group of torch.distributed.
+    """An axis with a group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 
-    A checked call of CPU tensors begins with one message of fixed length to each rank: the call check, and the data if
-    it is short. The length is always the same, since the ranks may make different calls.
+    These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
+    different collectives hang. So a checked call of CPU tensors begins with a message to each rank, which holds a
+    digest of the call, and the data if it is short; where digests differ, the ranks exchange descriptions. Its length
+    is always the same, since the ranks may make different calls. For tensors on other devices, and at level "deferred",
+    the comparison follows later (`deferred_check.py`): an exchange before the call would have to wait for the device.
     """
 
     def exchange(
@@ -373,11 +347,14 @@ class TorchGroup(GroupTransport):
 
     def withdraw_message(self, peer: int, said: str) -> None:
         """Send a header without a message."""
-        withdraw(self.axis, peer, said)
+        header = _header(_NOTHING, said)
+        work = _send(header, self.axis, peer)
+        if work is not None:
+            rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
 
     def pass_over(self, peer: int) -> None:
         """Have the next `recv` from that rank discard it."""
-        pass_over(self.axis, peer)
+        rank_state().get_or_create(_Outbox).skipped[self.axis.group, peer] += 1
 
     # -- comparing
 
@@ -482,7 +459,11 @@ def _as(rows: Tensor, x: Tensor) -> Tensor:
 
 
 class OwnGroupTransport(GroupTransport):
-    """An axis whose group is one of gradmesh's own."""
+    """An axis whose group is one of gradmesh's own, with shared memory.
+
+    The group is called directly, because torch.distributed's functions take a tenth of a small call. The call check is
+    sent with the data at no cost. A rank that fails before it has sent notifies the others.
+    """
 
     def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
         self.axis, self.call_check = axis, call_check  # without the call of the base class
@@ -617,7 +598,11 @@ class TracedLocalTransport(LocalTransport):
 
 
 class Functional(GroupTransport):
-    """An axis inside a compiled program."""
+    """An axis inside a compiled program: functional collectives, which a compiler may reorder and bucket.
+
+    For ops that are one collective with the same arguments on every rank. A compiler sees one rank's program only: if
+    the programs of the ranks differ, it may order their collectives differently.
+    """
 
     def exchange(
         self,

@@ -2,20 +2,11 @@
 
 Every rank posts its n-th call on a group into the group's n-th `Rendezvous`. If the contributions do not match, every
 rank raises an error that lists all calls with their lines. Point-to-point messages are copied and stored until they are
-received.
+received. A rank waits for one thing at a time. If no rank runs and nothing can complete, that is a deadlock, and every
+waiting rank raises an error that lists all pending calls.
 
-The interface with which a simulator observes, orders and delays the calls of thread ranks.
-A world may have an `Observer`, which intercepts every call: it may let other ranks run first, record the call, and
-delay its result. The base class does none of these.
-
-Waiting with deadlock detection: a world of threads tracks which ranks run and which wait.
-A rank waits for one thing at a time. If no rank runs and nothing can complete, that is a deadlock, and every waiting
-rank raises an error that lists all pending calls.
-
-The collectives, as functions of the tensors of all ranks.
-Pieces are moved between ranks, summed on their target rank, or tensors are summed on every rank. Contributions are
-processed in rank order, so that sums are bitwise reproducible. `Contribution.pieces` lists the tensors that a rank
-sends and receives.
+The collectives are functions of the contributions of all ranks, processed in rank order, so that sums are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -48,7 +39,10 @@ from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, Mismatch
 
 
 class Observer:
-    """Intercepts the calls of a world's ranks; each method is called in the rank's thread."""
+    """Intercepts the calls of a world's ranks; each method is called in the rank's thread.
+
+    A simulator's may let other ranks run first, record the call, and delay its result. This class does none of these.
+    """
 
     @property
     def lives(self) -> bool:
@@ -368,7 +362,9 @@ class Contribution:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     site: Site
-    pieces: object = None  # the same tensors, split as the call's kernel needs them
+    pieces: object = (
+        None  # the tensors that the rank sends and receives, split as the call's kernel needs them
+    )
     call_check: CallCheck | None = None  # the signature that the ranks compare
     # describes the forward call, if this is its backward
     origin: Callable[[], str] | None = dataclasses.field(default_factory=origin)
