@@ -1,10 +1,4 @@
-"""Process groups: duplicates, and rendezvous from the environment.
-
-Duplicates a process group; only its members need to call this.
-`new_group` must be called by every rank of the world; with `use_local_synchronization` its members suffice, but the
-group's name then depends on the number of groups of each member. So this calls the underlying function with an explicit
-name.
-"""
+"""Process groups: duplicates, and rendezvous from the environment."""
 
 from __future__ import annotations
 
@@ -28,9 +22,9 @@ _store = required(f"{_C10D}._get_default_store", "async_op=True")
 def duplicate_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Create a group with the ranks, CPU backend and timeout of another one; all its members must call this.
 
-    Args:
-        group: the group.
-        purpose: the description of the new group; unique per group.
+    `new_group` must be called by every rank of the world; with `use_local_synchronization` its members suffice, but the
+    group's name then depends on the number of groups of each member. So this calls the underlying function with an
+    explicit name, from the purpose, which is unique per group.
     """
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
@@ -101,11 +95,7 @@ _handlers: dict[str, Callable[..., Iterator[tuple[Any, int, int]]]] | None = fin
 
 
 def join_through(store: Callable[[], Any]) -> None:
-    """Use a given store whenever this process joins a world from its environment.
-
-    Args:
-        store: creates the store for one world.
-    """
+    """Use a store, made for each world, whenever this process joins one from its environment."""
 
     def handler(url: str, **_: object) -> Iterator[tuple[Any, int, int]]:
         query = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}

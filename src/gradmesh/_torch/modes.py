@@ -13,24 +13,6 @@ from torch.autograd import forward_ad
 from gradmesh._torch.names import Missing, find, required
 from gradmesh._torch.threads import LEVEL, level_is_known
 
-__all__ = [
-    "dispatch_modes",
-    "forward_level_open",
-    "functorch_active",
-    "in_function",
-    "in_plain_mode",
-    "is_legacy_batched",
-    "modes_active",
-    "on_legacy_batch",
-    "only_vmap_active",
-    "outside_modes",
-    "to_list",
-    "tracing",
-    "tracing_script",
-    "transforms_active",
-    "without_autograd",
-]
-
 T = TypeVar("T")
 
 _COLLECTIVE = "a collective"

@@ -16,22 +16,6 @@ import torch
 
 from gradmesh.errors import TorchVersionError, TorchWarning, message
 
-__all__ = [
-    "RELIED_ON",
-    "RELIED_ON_LATER",
-    "SUPPORTED",
-    "Attribute",
-    "Missing",
-    "calls",
-    "find",
-    "getter",
-    "gone",
-    "refuse",
-    "required",
-    "there",
-    "warn_of_what_is_gone",
-]
-
 _OLDEST, _NEWEST = "2.9", "2.15"
 SUPPORTED = f"torch {_OLDEST} to {_NEWEST}"
 
@@ -46,11 +30,7 @@ gone: list[str] = []
 
 
 def find(path: str, *, without: str) -> Any:
-    """The object with a dotted name, or None if this torch lacks it.
-
-    Args:
-        path: the name, starting with `torch`.
-        without: the consequence if the name is missing, for the warning.
+    """The object with a dotted name, or None if this torch lacks it; `without` says what follows, for the warning.
 
     >>> find("torch._C._len_torch_dispatch_stack", without="more work")()
     0
@@ -64,12 +44,7 @@ def find(path: str, *, without: str) -> Any:
 
 
 class Missing:
-    """Stands for a required function or class that torch lacks: using it raises TorchVersionError.
-
-    Args:
-        what: the feature that needs it.
-        path: its name.
-    """
+    """Stands for a required function or class that torch lacks: using it raises TorchVersionError."""
 
     def __init__(self, what: str, path: str) -> None:
         self._what, self._path = what, path
@@ -84,9 +59,7 @@ class Missing:
 def required(path: str, what: str) -> Any:
     """The object with a dotted name; if this torch lacks it, an object that raises TorchVersionError when used.
 
-    Args:
-        path: the name, starting with `torch`.
-        what: the feature that needs it, for the error.
+    `what` is the feature that needs it, here and below.
     """
     found = find(path, without=f"{what} raises an error")
     return Missing(what, path) if found is None else found
@@ -101,9 +74,7 @@ def getter(path: str, what: str) -> Any:
 class Attribute:
     """A private attribute of objects of torch; an object that lacks it raises TorchVersionError.
 
-    Args:
-        path: the class, or what the object is, and the attribute.
-        what: the feature that needs it.
+    Its path begins with the class, or with what the object is.
     """
 
     def __init__(self, path: str, what: str) -> None:
@@ -161,12 +132,7 @@ def warn_of_what_is_gone() -> None:
 
 
 def refuse(what: str, *paths: str, since: str = _OLDEST) -> NoReturn:
-    """Raise the error for a feature that this torch does not support.
-
-    Args:
-        what: the feature.
-        paths: the names it needs; only missing ones are listed.
-        since: the oldest supported version that has them.
+    """Raise the error for a feature that this torch does not support; of the names it needs, missing ones are listed.
 
     Raises:
         TorchVersionError: always.

@@ -10,40 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.weak import WeakIdKeyDictionary as WeakTensors
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, getter, gone, refuse, required
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-
-__all__ = [
-    "KERNELS",
-    "DispatchMode",
-    "FusedAttention",
-    "WeakTensors",
-    "arguments",
-    "arguments_of",
-    "base_of",
-    "dispatched_name",
-    "fill_fresh_memory",
-    "fused_attention",
-    "gives_view",
-    "group_behind",
-    "is_random",
-    "is_view",
-    "local_part",
-    "namespaces",
-    "need_dispatch",
-    "out_arguments",
-    "profiler_of_all_threads",
-    "redistribution_observer",
-    "reduction_of",
-    "refuse_without_reductions",
-    "run_kernel",
-    "version_of",
-    "written",
-]
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 _MODE = "torch.utils._python_dispatch.TorchDispatchMode"
 _SCHEMA = "torch.ops.aten.add.Tensor._schema"
@@ -55,8 +27,12 @@ _unbox = find(
     without="gradmesh.typed treats results of raw collectives as new tensors and infers their types from values",
 )
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    DispatchMode = TorchDispatchMode
+else:
     DispatchMode = object if _mode is None else _mode
+
+WeakTensors = WeakIdKeyDictionary
 
 
 def need_dispatch() -> None:
@@ -141,10 +117,7 @@ def local_part(x: Any) -> Any:
 
 _OPENED = "gradmesh check of a script with operators of its own"
 _names = required("torch._C._dispatch_get_all_op_names", _OPENED)
-for _path in (
-    "torch._C.DispatchKeySet",
-    "torch._C.DispatchKey.CPU",
-):  # without which torch itself is not imported
+for _path in ("torch._C.DispatchKeySet", "torch._C.DispatchKey.CPU"):  # without them, torch is not imported
     RELIED_ON_LATER[_path] = f"{_OPENED} raises an error"
 
 
@@ -230,10 +203,8 @@ class FusedAttention:
     Operands are (batch, heads, sequence, features); k and v may have one head. Arguments are passed by name. The first
     use tries both operators without data: a torch that names an argument otherwise does without them.
 
-    Args:
-        name: of the operator, without its prefix.
-        able: whether torch has the kernel for q, k and v, and a causal mask or none.
-        multiple: of which the kernel's logsumexp has a length; 0: it takes any strides of its operands.
+    `able` says whether torch has the kernel for q, k and v, and a causal mask or none. The length of the kernel's
+    logsumexp is a multiple of `multiple`; 0: it takes any strides of its operands.
     """
 
     def __init__(

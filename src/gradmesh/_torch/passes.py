@@ -223,16 +223,8 @@ def can_accumulate_later(x: Tensor) -> bool:
         refuse(_DEFERRAL, _QUEUE, *(f"torch._C.{name}" for name in _ACCUMULATION))
     if not (isinstance(x, nn.Parameter) and x.is_leaf and x.requires_grad):
         return False
-    return not (_hooks.__get__(x) or _hooks_behind.__get__(x) or _inside_ddp())
-
-
-def _inside_ddp() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is DistributedDataParallel.forward.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    hooked = _hooks.__get__(x) or _hooks_behind.__get__(x)
+    return not hooked and DistributedDataParallel.forward.__code__ not in _calling_code()
 
 
 def leaf_behind(node: Any) -> tuple[Tensor | None, Any]:
@@ -242,11 +234,7 @@ def leaf_behind(node: Any) -> tuple[Tensor | None, Any]:
 
 
 def accumulates(accumulate: Any) -> bool:
-    """Whether the pass accumulates into `.grad` of the leaf, instead of returning the gradient or skipping it.
-
-    Args:
-        accumulate: the node that accumulates into the leaf.
-    """
+    """Whether the pass accumulates into `.grad` of the leaf of this node, instead of returning or skipping it."""
     try:
         executes: bool = _executes(accumulate)
     except RuntimeError:  # raised in autograd.grad, which captures this gradient

@@ -197,11 +197,7 @@ def install_excepthook() -> None:
 
 
 class _Hook:
-    """An excepthook.
-
-    Args:
-        other: the one for all other errors.
-    """
+    """An excepthook; `other` is the one for all other errors."""
 
     def __init__(self, other: Callable[..., Any]) -> None:
         self._other = other

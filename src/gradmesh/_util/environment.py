@@ -1,6 +1,5 @@
-"""Environment variables that gradmesh reads, and the optional dependencies with the extras that install them.
+"""All environment variables that gradmesh reads, and the optional dependencies with the extras that install them.
 
-All environment variables that gradmesh reads.
 A variable is read and cached when it is first needed; an invalid value raises then. Importing gradmesh reads none.
 """
 

@@ -16,15 +16,10 @@ Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Several tensors packed into one operand.
+    """Several tensors packed into one operand."""
 
-    Attributes:
-        flat: their elements, concatenated.
-        operand_desc: description of the tensors, which the ranks compare.
-    """
-
-    flat: Tensor
-    operand_desc: str
+    flat: Tensor  # their elements, concatenated
+    operand_desc: str  # description of the tensors, which the ranks compare
 
 
 def is_structure(x: object) -> bool:
@@ -48,12 +43,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, Tensor]]:
     """The tensors of a structure with their names, in order.
-
-    Args:
-        x: the structure.
-        verb: the verb, for the error.
-        axis: the axis, for the error.
-        name: the name of the structure.
 
     Raises:
         ArgumentError: a leaf is not a tensor.

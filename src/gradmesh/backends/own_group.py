@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -77,8 +78,8 @@ class OwnWork(dist.Work):
     def __init__(self, result: object) -> None:
         super().__init__()
         self.given = result
+        # requested before the call completed; another thread completes it
         self.future: torch.futures.Future[Any] | None = None
-        """Requested before the call completed; another thread completes it."""
 
     @abc.abstractmethod
     def finish(self, seconds: float | None) -> None:
@@ -278,7 +279,7 @@ def _problem(place: int, missing: list[int], timeout: datetime.timedelta, severa
 # Up to torch 2.12 these are `_allgather_base` and similar, from 2.13 `all_gather_single` and similar; 2.14 adds others.
 
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
 class TorchNames(dist.ProcessGroup):
@@ -297,8 +298,7 @@ class TorchNames(dist.ProcessGroup):
         self.timeout = timeout.total_seconds()
         self._name = name
         self._desc = "undefined"
-        self.kept = BoundedCache()
-        """The group's cache; see `group_cache`."""
+        self.kept = BoundedCache()  # the group's cache; see `group_cache`
 
     # -- identity
 
@@ -425,11 +425,11 @@ class TorchNames(dist.ProcessGroup):
         return work
 
     @override
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @override
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     # -- the names up to torch 2.12
@@ -485,8 +485,7 @@ class PythonGroup(TorchNames):
     the same calls in the same order. Reductions are in rank order: the same bits on every rank.
     """
 
-    _coalesced: list[OwnWork] | None = None
-    """The works since `_start_coalescing`."""
+    _coalesced: list[OwnWork] | None = None  # the works since `_start_coalescing`
 
     @abc.abstractmethod
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> OwnWork:
@@ -536,7 +535,7 @@ class PythonGroup(TorchNames):
             )
         return tensors
 
-    def _not_one_piece_per_rank(self, whole: torch.Tensor, piece: torch.Tensor) -> ShapeError:
+    def _not_one_piece_per_rank(self, whole: Tensor, piece: Tensor) -> ShapeError:
         return ShapeError.of(
             "the shape of the full tensor does not match the shape of its parts",
             axis=self.shown(),
@@ -545,7 +544,7 @@ class PythonGroup(TorchNames):
             remedy=f"allocate the full tensor with {self.count} times the rows of a part",
         )
 
-    def _split_sizes(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
+    def _split_sizes(self, tensor: Tensor, splits: list[int]) -> list[int]:
         """The rows sent to or received from each rank; equal for an empty list."""
         rows = tensor.shape[0] if tensor.dim() else -1
         if not splits and rows >= 0 and rows % self.count == 0:
@@ -563,9 +562,7 @@ class PythonGroup(TorchNames):
 
     # -- checking tensors
 
-    def _rows(
-        self, large: torch.Tensor, small: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor
-    ) -> torch.Tensor:
+    def _rows(self, large: Tensor, small: Tensor, whole: Tensor, piece: Tensor) -> Tensor:
         """The flat full tensor as one row per rank, if it matches the flat part."""
         if large.dtype != small.dtype:
             self._fits("output", whole, piece, sizes=False)
@@ -573,7 +570,7 @@ class PythonGroup(TorchNames):
             raise self._not_one_piece_per_rank(whole, piece)
         return large.view(self.count, small.numel())
 
-    def _fits(self, what: str, tensor: torch.Tensor, other: torch.Tensor, *, sizes: bool = True) -> None:
+    def _fits(self, what: str, tensor: Tensor, other: Tensor, *, sizes: bool = True) -> None:
         if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
             raise ShapeError.of(
                 f"the {what} does not match the input",
@@ -601,36 +598,36 @@ class FlatGroup(PythonGroup):
 
     @abc.abstractmethod
     def _begin(
-        self, shown: Shown, steps: Steps, result: object, outputs: Iterable[torch.Tensor], opts: Any = None
+        self, shown: Shown, steps: Steps, result: object, outputs: Iterable[Tensor], opts: Any = None
     ) -> OwnWork:
         """Start a call, and return its work, which gives `result`."""
 
     @abc.abstractmethod
-    def _all_reduce(self, call: Any, flat: torch.Tensor, op: str) -> Steps:
+    def _all_reduce(self, call: Any, flat: Tensor, op: str) -> Steps:
         """Write the reduction of the ranks' tensors into each of them."""
 
     @abc.abstractmethod
-    def _reduce(self, call: Any, out: torch.Tensor, given: torch.Tensor, op: str, root: int) -> Steps:
+    def _reduce(self, call: Any, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
         """Write the reduction of the ranks' tensors at the root; `out` may be `given`."""
 
     @abc.abstractmethod
-    def _reduce_scatter(self, call: Any, out: torch.Tensor, given: Sequence[torch.Tensor], op: str) -> Steps:
+    def _reduce_scatter(self, call: Any, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
         """Write the reduction of what every rank gives for this one; all of one size."""
 
     @abc.abstractmethod
-    def _broadcast(self, call: Any, flat: torch.Tensor, root: int) -> Steps:
+    def _broadcast(self, call: Any, flat: Tensor, root: int) -> Steps:
         """Write the root's tensor into the others'."""
 
     @abc.abstractmethod
-    def _all_gather(self, call: Any, out: torch.Tensor, given: torch.Tensor) -> Steps:
+    def _all_gather(self, call: Any, out: Tensor, given: Tensor) -> Steps:
         """Write every rank's tensor, all of one size, into the rows of `out`."""
 
     @abc.abstractmethod
-    def _all_gather_lists(self, call: Any, taken: Sequence[torch.Tensor], given: torch.Tensor) -> Steps:
+    def _all_gather_lists(self, call: Any, taken: Sequence[Tensor], given: Tensor) -> Steps:
         """Write every rank's tensor, of any size."""
 
     @abc.abstractmethod
-    def _exchange(self, call: Any, taken: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Steps:
+    def _exchange(self, call: Any, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
         """Send to each rank its tensor, and receive one from each."""
 
     @abc.abstractmethod
@@ -656,7 +653,7 @@ class FlatGroup(PythonGroup):
             calls.append(self._all_reduce(call, flat, op))
         return self._begin(shown, after.after(calls), tensors, tensors, opts)
 
-    def _sparse_all_reduce(self, calls: Sequence[Any], tensor: torch.Tensor) -> Steps:
+    def _sparse_all_reduce(self, calls: Sequence[Any], tensor: Tensor) -> Steps:
         """Sum sparse COO tensors: gather all counts, indices and values, and let torch add them."""
         own = tensor.detach().coalesce()
         sparse_dim = own.sparse_dim()
@@ -800,8 +797,8 @@ class FlatGroup(PythonGroup):
     @override
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
@@ -838,40 +835,32 @@ class OwnGroup(PythonGroup):
     # descriptions of all ranks, or a MismatchError without a call check; the group remains usable.
 
     @abc.abstractmethod
-    def all_gather_flat(
-        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
-    ) -> None:
+    def all_gather_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         """Concatenate every rank's tensor, all of the same size, into `out`."""
 
     @abc.abstractmethod
-    def reduce_scatter_flat(
-        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
-    ) -> None:
+    def reduce_scatter_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         """Sum the ranks' tensors in rank order, and write this rank's equal part of the sum."""
 
     @abc.abstractmethod
-    def all_reduce_flat(
-        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
-    ) -> None:
+    def all_reduce_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         """Write the sum of the ranks' tensors, in rank order: the same bits everywhere."""
 
     @abc.abstractmethod
-    def reduce_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
-    ) -> None:
+    def reduce_flat(self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None) -> None:
         """Write the sum at the root; on other ranks `out` does not change."""
 
     @abc.abstractmethod
     def broadcast_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
+        self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
         """Write the root's `given` into every rank's `out`, including the root's; other ranks' `given` is not read."""
 
     @abc.abstractmethod
     def exchange_flat(
         self,
-        out: torch.Tensor,
-        given: torch.Tensor,
+        out: Tensor,
+        given: Tensor,
         send: Sequence[int] | None = None,
         receive: Sequence[int] | None = None,
         call_check: CallCheck | None = None,
@@ -880,7 +869,7 @@ class OwnGroup(PythonGroup):
 
     @abc.abstractmethod
     def relay_flat(
-        self, out: torch.Tensor, given: torch.Tensor, source: int | None, call_check: CallCheck | None = None
+        self, out: Tensor, given: Tensor, source: int | None, call_check: CallCheck | None = None
     ) -> None:
         """Provide `given`, which may be empty, and receive that of rank `source`; None: receive nothing."""
 
@@ -903,8 +892,8 @@ RETURNED_REMEDY = (
 
 def show_call(
     call: str,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     site: Site,
     origin: Callable[[], str] | None = None,
 ) -> str:
@@ -923,9 +912,7 @@ class Shown:
 
     __slots__ = ("_call", "_inputs", "_origin", "_outputs", "_site")
 
-    def __init__(
-        self, call: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
         self._call, self._inputs, self._outputs = call, inputs, outputs
         self._site: Site = None
         self._origin = origin()
@@ -972,7 +959,7 @@ def mismatched_message(group: str, sent: str, asked: str) -> MismatchError:
     )
 
 
-REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
     "PRODUCT": torch.mul,
@@ -985,7 +972,7 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 """The reductions by torch's names, as functions of two tensors. AVG is divided afterwards, by `averaged`."""
 
 
-def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
+def averaged(total: Tensor, count: int) -> Tensor:
     """Divide a sum by the number of ranks, in place; integers are truncated towards zero."""
     if total.is_floating_point() or total.is_complex():
         return total.div_(count)
@@ -998,7 +985,7 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def facts(flat: torch.Tensor) -> tuple[int, int]:
+def facts(flat: Tensor) -> tuple[int, int]:
     """The properties of a tensor that ranks compare: the number of its dtype, and its size."""
     return DTYPE_NUMBER[flat.dtype], flat.numel()
 
@@ -1044,9 +1031,9 @@ class Results:
 
     def __init__(self, group: PythonGroup) -> None:
         self._group = group
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def flat(self, tensor: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
+    def flat(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
         """A result as a flat tensor, with its current values if `keep`; raises unless it is dense and on the CPU."""
         _on_cpu(tensor, self._group)
         # Detached, because autograd may not allow writing to a view.
@@ -1081,7 +1068,7 @@ class Results:
             tensor.copy_(dense)
 
 
-def operand(tensor: torch.Tensor, group: PythonGroup) -> torch.Tensor:
+def operand(tensor: Tensor, group: PythonGroup) -> Tensor:
     """An operand as a flat tensor in logical element order, for any memory format."""
     _on_cpu(tensor, group)
     plain = tensor.detach()
@@ -1090,7 +1077,7 @@ def operand(tensor: torch.Tensor, group: PythonGroup) -> torch.Tensor:
     return plain if plain.dim() == 1 else plain.view(-1)
 
 
-def _dense_like(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+def _dense_like(tensor: Tensor, keep: bool) -> Tensor:
     """A contiguous tensor of the same shape, with the same values if `keep`."""
     # A call may end in another mode, or on another thread.
     with torch.inference_mode(tensor.is_inference()):
@@ -1098,7 +1085,7 @@ def _dense_like(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
         return dense.copy_(tensor) if keep else dense
 
 
-def _on_cpu(tensor: torch.Tensor, group: PythonGroup) -> None:
+def _on_cpu(tensor: Tensor, group: PythonGroup) -> None:
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_fake(tensor):
         raise ArgumentError.of(
             f"the {group.backend} backend supports only dense CPU tensors",
@@ -1120,7 +1107,7 @@ def _on_cpu(tensor: torch.Tensor, group: PythonGroup) -> None:
 _reducible: set[tuple[torch.dtype, str]] = set()
 
 
-def reducible(flat: torch.Tensor, op: str) -> None:
+def reducible(flat: Tensor, op: str) -> None:
     """Raise DTypeError, before anything is sent, if torch does not support the reduction for this dtype."""
     if (flat.dtype, op) in _reducible:
         return
@@ -1136,7 +1123,7 @@ def reducible(flat: torch.Tensor, op: str) -> None:
     _reducible.add((flat.dtype, op))
 
 
-def in_mode_of(tensors: Sequence[torch.Tensor], work: Callable[[], object]) -> None:
+def in_mode_of(tensors: Sequence[Tensor], work: Callable[[], object]) -> None:
     """Run `work`, which writes to the tensors, in inference mode if they are inference tensors."""
     if tensors[0].is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
@@ -1145,13 +1132,13 @@ def in_mode_of(tensors: Sequence[torch.Tensor], work: Callable[[], object]) -> N
         work()
 
 
-def elements(tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
+def elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
     """The number of elements in the given numbers of rows of dim 0."""
     each = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
     return [row * each for row in rows]
 
 
-def fold(op: str, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
     """Reduce tensors in order, into `out`, which may be the first or the second of them."""
     function = REDUCTIONS[op]
     if len(rows) == 1:
@@ -1164,7 +1151,7 @@ def fold(op: str, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         averaged(out, len(rows))
 
 
-def joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(flats: Sequence[Tensor]) -> Tensor:
     """Flat tensors one after the other: the memory itself where they lie like that, else a new tensor."""
     parts = [flat for flat in flats if flat.numel()]
     if not parts:
@@ -1178,7 +1165,7 @@ def joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.as_strided(first, (at - first.storage_offset(),), (1,))
 
 
-def apart(given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def apart(given: Tensor, out: Tensor) -> Tensor:
     """A tensor to send, or a copy of it where it shares memory with `out`: backends do not allow that."""
     own, place = given.data_ptr(), out.data_ptr()
     overlap = (
@@ -1187,7 +1174,7 @@ def apart(given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return given.clone() if overlap else given
 
 
-def spread(whole: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
+def spread(whole: Tensor, flats: Sequence[Tensor]) -> None:
     """Write a tensor that may have been made by `joined` back into its parts."""
     at = 0
     for flat in flats:
@@ -1239,14 +1226,9 @@ def unresponsive(store: Any, rank: int, size: int, grace: float) -> list[int]:
 def not_responding(
     names: Sequence[int], error: BaseException, axis: str, call: str | None = None, where: str = ""
 ) -> AbortedError:
-    """The error for ranks that did not respond after the backend failed.
+    """The error for ranks, by their global numbers, that did not respond after the backend failed.
 
-    Args:
-        names: their global ranks.
-        error: of the backend.
-        axis: the group.
-        call: that was made.
-        where: further words on these ranks.
+    `where` is further words on these ranks.
     """
     ranks = ", ".join(map(str, names))
     return AbortedError(

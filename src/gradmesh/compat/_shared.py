@@ -295,11 +295,7 @@ def region(
 ) -> Callable[[FunctionT], FunctionT]:
     """Complete the docstring of a region: a picture after its first paragraph, and an example at its end.
 
-    Args:
-        kind: the mapping.
-        shape: the shapes of the operand and of the result.
-        setup: the example's first line.
-        more: the arguments that the example passes after the tensor.
+    `setup` is the example's first line, `more` are the arguments that it passes after the tensor.
     """
 
     def documented(function: FunctionT) -> FunctionT:

@@ -1,19 +1,8 @@
-"""Output of thread ranks: replaces `sys.stdout` and `sys.stderr` while they run, to prefix lines with the rank.
+"""Output of ranks: merged into one stream, in which each line is complete and starts with its rank.
 
-The replacement passes on what other threads write immediately, and delegates all other attributes (`fileno`, `isatty`,
-`encoding`, `buffer`). A stream that was obtained before the ranks started, such as that of a logging handler, is not
-replaced: its lines have no prefix.
-
-Merges the lines of several ranks into one output stream: each line is complete and starts with its rank.
 Text is buffered until its line is complete. A carriage return also completes a line, because progress bars start or
 end each update with one. The update is written with its carriage return and overwritten by the next text, as on a
 terminal with a single writer.
-
-Output of process ranks, read from pipes and shown by the launching process.
-A pipe is the stdout or stderr of a rank, so that output of C code and of child processes is included. There is no
-reader thread: the thread that waits for the ranks reads the pipes and writes to `sys.stdout` and `sys.stderr`. So the
-output goes to the notebook cell that runs, and `contextlib.redirect_stdout` and pytest capture it. A rank that prints
-more than a pipe holds blocks until it is read.
 """
 
 from __future__ import annotations
@@ -140,7 +129,13 @@ class _Pipe:
 
 
 class OutputPipes:
-    """The standard output and standard error of the ranks of one world."""
+    """The standard output and standard error of the process ranks of one world.
+
+    A pipe is the stdout or stderr of a rank, so that output of C code and of child processes is included. There is no
+    reader thread: the thread that waits for the ranks reads the pipes and writes to `sys.stdout` and `sys.stderr`. So
+    the output goes to the notebook cell that runs, and `contextlib.redirect_stdout` and pytest capture it. A rank that
+    prints more than a pipe holds blocks until it is read.
+    """
 
     def __init__(self, size: int, prefix: bool | None) -> None:
         self._prefixes = prefixes(size, prefix)
@@ -219,9 +214,8 @@ class OutputPipes:
             screen.flush()
 
 
-_of_thread = (
-    threading.local()
-)  # .mark: the prefix of a rank's thread; .streams: the streams it has written to
+# .prefix: the prefix of a rank's thread; .streams: the streams it has written to
+_of_thread = threading.local()
 _replacing = threading.Lock()
 
 
@@ -244,16 +238,19 @@ def flush_incomplete_lines() -> None:
 
 
 class RankStream:
-    """Wraps a text stream, and buffers the text of a rank's thread until its line is complete."""
+    """Wraps a text stream, and buffers the text of a rank's thread until its line is complete.
+
+    It passes on what other threads write immediately, and delegates all other attributes (`fileno`, `isatty`,
+    `encoding`, `buffer`).
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.users = 0
         self._screen = Screen(lambda: stream)
         self._held: dict[int, tuple[str, LineSplitter]] = {}
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a destructor that prints may run while its thread holds the lock
+        # Reentrant: a destructor that prints may run while its thread holds the lock.
+        self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
         """Write text, and return its length."""
@@ -291,7 +288,10 @@ class RankStream:
 
 @contextlib.contextmanager
 def prefixed_streams() -> Iterator[None]:
-    """Replace `sys.stdout` and `sys.stderr` until the last user exits the block."""
+    """Replace `sys.stdout` and `sys.stderr` until the last user exits the block.
+
+    A stream that was obtained before, such as that of a logging handler, is not replaced: its lines have no prefix.
+    """
     used: list[tuple[str, RankStream]] = []
     with _replacing:
         for name in ("stdout", "stderr"):

@@ -1,17 +1,8 @@
 """Process ranks on this host: started once, run functions, and are stopped at the end.
 
-The rendezvous store of a launch: a file that only its ranks can open.
-torch's TCPStore listens on every interface without authentication, so that any host and any user could write to it. A
-file needs no port. On Linux it is an anonymous file in memory (`memfd_create`), which the ranks inherit as a file
-descriptor and which disappears with the last of them; elsewhere it is in a folder that only this user can access.
-
 On Linux the ranks of a world are forked from one process that has imported torch, the template: the import takes a
 second of a processor and most of a rank's memory. Ranks that may use NCCL, and those on other systems, are processes of
 their own: a process that has initialized CUDA, or a framework of macOS, must not fork.
-
-The main program of a process rank. Its parent is the process that owns the `ProcessRanks`.
-A thread reads the parent's messages, to exit immediately when the parent is gone, and to report the stack of the main
-thread while that is busy.
 """
 
 from __future__ import annotations
@@ -66,7 +57,12 @@ def held_port() -> Iterator[int]:
 
 
 class PrivateStore:
-    """The launcher's end of the store."""
+    """The launcher's end of the rendezvous store: a file that only its ranks can open.
+
+    torch's TCPStore listens on every interface without authentication, so that any host and any user could write to it.
+    A file needs no port. On Linux it is an anonymous file in memory (`memfd_create`), which the ranks inherit as a file
+    descriptor and which disappears with the last of them; elsewhere it is in a folder that only this user can access.
+    """
 
     def __init__(self) -> None:
         self.descriptors: tuple[int, ...] = ()
@@ -120,9 +116,7 @@ _Ends = tuple[int, int, int]
 class _Template:
     """What the parent knows of the process that several ranks are forked from, or that is a rank itself.
 
-    Args:
-        process: the process.
-        reports: its connection; None if it is a rank.
+    `reports` is its connection; None if it is a rank.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], reports: Connection[Any, Any] | None) -> None:
@@ -169,8 +163,7 @@ class ProcessRanks:
         self.alive = True
         self.timeout = timeout
         self._on_cpu = backend in _CPU_BACKENDS
-        self._templates: list[_Template] = []
-        """That of each rank."""
+        self._templates: list[_Template] = []  # that of each rank
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()
@@ -371,7 +364,11 @@ _LIBC = ctypes.CDLL(None)
 
 
 class _Parent:
-    """The connection to the parent; a thread answers queries and queues calls."""
+    """A rank's connection to the process that owns the `ProcessRanks`.
+
+    A thread reads the messages and queues calls, to exit immediately when the parent is gone, and to report the stack
+    of the main thread while that is busy.
+    """
 
     def __init__(self, fd: int) -> None:
         self.connection = Connection(fd)

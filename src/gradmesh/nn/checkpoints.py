@@ -57,10 +57,8 @@ class _Shard(Tensor):
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
         from torch.distributed.checkpoint import metadata, planner
 
-        index, form = (
-            metadata.MetadataIndex(name, self.offsets),
-            metadata.TensorProperties.create_from_tensor(self.block),
-        )
+        index = metadata.MetadataIndex(name, self.offsets)
+        form = metadata.TensorProperties.create_from_tensor(self.block)
         data = [planner.TensorWriteData(chunk, form, self.shape) for chunk in self.__create_chunk_list__()]
         return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=each) for each in data]
 

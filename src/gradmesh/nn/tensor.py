@@ -64,8 +64,10 @@ class Parallel(nn.Module):
 
     path = ""
     """The name of the layer that `tensor_parallel` replaced, for errors."""
+    sequence_dim: int | None = None
+    """The dim that is sharded over the ranks, for layers with sequence parallelism."""
     rows: Any = None
-    """Each rank's rows of a sequence, for layers with sequence parallelism."""
+    """Each rank's rows along it."""
     holds_parts = True
     """True if its parameters are shards of the dense layer's; see `Holder`."""
     sizes: Sequence[int] = ()
@@ -184,6 +186,14 @@ class Parallel(nn.Module):
                     '  remedy    pass rows="balanced" to gradmesh.nn.tensor_parallel or to the layer',
                 )
             raise
+
+    def summed(self, y: Tensor, here: Axis) -> Tensor:
+        """The sum over the ranks; with `sequence_dim`, this rank's rows of it."""
+        if self.sequence_dim is None:
+            return all_reduce(y, here, dst=I)
+        dim = self.along(y, self.sequence_dim)
+        with self.naming_rows():
+            return reduce_scatter(y, here, dim, sizes=self.rows)
 
     def refuse(self, x: Tensor, expected: str, remedy: str, got: str = "") -> NoReturn:
         """Raise an error of this rank's input; the other ranks raise `MismatchError`."""
@@ -494,6 +504,11 @@ class _Linear(Parallel):
         """Take this rank's shard of the values."""
         raise NotImplementedError
 
+    def _needs(self, x: Tensor, features: int, remedy: str) -> None:
+        """Refuse an input with another number of features."""
+        if x.shape[-1:] != (features,):
+            self.refuse(x, f"shape (..., {features})", remedy)
+
     def extra_repr(self) -> str:
         """The dense layer's sizes, and the local sizes."""
         return (
@@ -570,12 +585,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs; see the class."""
-        if x.shape[-1:] != (self.in_features,):
-            self.refuse(
-                x,
-                f"shape (..., {self.in_features})",
-                "pass all features on every rank; only outputs are sharded",
-            )
+        self._needs(x, self.in_features, "pass all features on every rank; only outputs are sharded")
         here = self.axis
         if self.sequence_dim is None:
             x = replicate(x, here)
@@ -645,28 +655,18 @@ class RowParallelLinear(_Linear):
         """The outputs; see the class."""
         here = self.axis
         if self.split_input:
-            if x.shape[-1:] != (self.in_features,):
-                self.refuse(
-                    x,
-                    f"shape (..., {self.in_features})",
-                    "pass all features, or omit split_input for local ones",
-                )
+            self._needs(x, self.in_features, "pass all features, or omit split_input for local ones")
             x = shard(x, here, -1, sizes=self.cuts["weight"].sizes)
-        elif x.shape[-1:] != self.matrix.shape[1:]:
-            self.refuse(
+        else:
+            self._needs(
                 x,
-                f"shape (..., {self.matrix.shape[1]})",
+                self.matrix.shape[1],
                 "pass this rank's features, or construct the layer with split_input=True for a replicated input",
             )
-        y = linear(x, self.matrix)
+        y = self.summed(linear(x, self.matrix), here)
         bias: Tensor | None = self.bias
-        if self.sequence_dim is None:
-            y = all_reduce(y, here, dst=I)
-        else:
-            dim = self.along(y, self.sequence_dim)
-            with self.naming_rows():
-                y = reduce_scatter(y, here, dim, sizes=self.rows)
-            bias = None if bias is None else replicate(bias, here)
+        if bias is not None and self.sequence_dim is not None:
+            bias = replicate(bias, here)
         # Under autocast y is narrower than the bias; the dense layer returns the narrow dtype.
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -794,11 +794,7 @@ class VocabParallelEmbedding(Parallel):
                 found = torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
         else:  # an empty shard: zeros that are part of the graph
             found = self.weight.sum() * self.weight.new_zeros(*ids.shape, self.embedding_dim)
-        if self.sequence_dim is None:
-            return all_reduce(found, here, dst=I)
-        dim = self.along(found, self.sequence_dim)
-        with self.naming_rows():
-            return reduce_scatter(found, here, dim, sizes=self.rows)
+        return self.summed(found, here)
 
     def extra_repr(self) -> str:
         """The dense layer's sizes, and the local size."""
@@ -1206,10 +1202,8 @@ def vocab_parallel_cross_entropy(
     )
     call = _checked(form, logits, target, axis)
     each = _sizes(call, sizes, logits, -1)
-    _check_target(call, target, sum(each), ignore_index)
-    flat = target.reshape(-1)
-    ids, here = local_ids(flat, each, call.axis.rank)
-    parts = _parts(logits.reshape(len(flat), logits.shape[-1]), ids, here)
+    ids, here = _local_targets(form, call, target, each)
+    parts = _parts(logits.reshape(len(ids), logits.shape[-1]), ids, here)
     return _reduced(form, _losses(form, parts, here, each, call), target)
 
 
@@ -1279,8 +1273,7 @@ def linear_cross_entropy(
             else "omit it for 1024",
         )
     each = _sizes(call, sizes, weight, 0)
-    _check_target(call, target, sum(each), ignore_index)
-    ids, here = local_ids(target.reshape(-1), each, call.axis.rank)
+    ids, here = _local_targets(form, call, target, each)
     kind = call.choose("src", src, {I: I, R: R})
     vectors = (replicate(x, call.axis) if kind is I else x).reshape(target.numel(), x.shape[-1])
     tiles = zip(vectors.split(rows), ids.split(rows), here.split(rows), strict=True)
@@ -1402,11 +1395,13 @@ def _sizes(call: Call, sizes: Sequence[int] | Literal["auto"], sharded: Tensor, 
     return each
 
 
-def _check_target(call: Call, target: Tensor, vocabulary: int, ignored: int) -> None:
-    if wrong := out_of_range(target, vocabulary, ignored):
+def _local_targets(form: _Form, call: Call, target: Tensor, each: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The targets of all tokens, which have to be in range, as `local_ids`."""
+    if wrong := out_of_range(target, sum(each), form.ignore_index):
         call.fail(
             "a target is out of range",
-            expected=f"0 <= target < {vocabulary}, or ignore_index={ignored}",
+            expected=f"0 <= target < {sum(each)}, or ignore_index={form.ignore_index}",
             got=f"targets {wrong}",
             remedy="pass global vocabulary ids, on every rank",
         )
+    return local_ids(target.reshape(-1), each, call.axis.rank)

@@ -118,11 +118,9 @@ class Instrument:
     they watch is not a call of gradmesh: the profile function of `gradcheck` (calls of torch.distributed and of
     Functions of the program), the `Observer` of a world of threads (when a rank runs), and torch's profiler, which is
     asked for at each call.
-
-    Attributes:
-        plain: whether layers with a custom autograd.Function must issue their collectives individually instead.
     """
 
+    # whether layers with a custom autograd.Function must issue their collectives individually instead
     plain: bool = False
 
     def queued(self, op: Any, x: Tensor, recorded: Any) -> None:

@@ -48,12 +48,7 @@ TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {}
 
 
 def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
-    """The transport for one op.
-
-    Args:
-        axis: the ranks that take part.
-        call_check: the description of the call that the ranks compare; None: nothing is compared.
-    """
+    """The transport for one op; without a check of its call nothing is compared."""
     if axis.size == 1:
         return LocalTransport(axis)
     if type(axis) is AsyncAxis:

@@ -9,26 +9,6 @@ The transports exchange what is compared: see `process_group.py` here, `Lockstep
 `_compare` in backends/threads/rendezvous.py.
 
 In addition, each rank reports whether its call will have a backward: see `NEEDS_BACKWARD`.
-
-Verbs that a user-written autograd.Function calls in its forward and backward.
-Two calls of such a Function could have their backward calls mispaired where ranks use the results differently. So the
-sequence numbers of the calls in the Function's forward are stored under its node's number, and sent as flags with the
-call in its backward. They are hints: two ranks that both know theirs must have a call in common; an unknown one matches
-anything, since a rank may not be able to find its node.
-
-Verify that all-to-all send and receive counts agree, with one checksum per rank.
-Each (source, target, count) has a 64-bit hash. A rank adds the hashes of what it sends and subtracts those of what it
-receives. Counts that agree cancel, so that the checksums of all ranks add up to 0, and almost never otherwise. The
-checksum is added to the call digest that the ranks exchange anyway; the flag bits of the digest stay untouched.
-
-Value checks: what the ranks compare about their operands at `gradmesh.check("full")`.
-A checksum of the operand, whether it contains a NaN or an infinity, and a hash of the call's source line are sent with
-the call check. Bits are compared without a tolerance: ranks that repeat the same work on one machine get the same
-bits.
-
-Name the failed rank where a torch backend only reports a closed connection or a timeout.
-A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
-exited, has returned or is busy elsewhere sets none.
 """
 
 from __future__ import annotations
@@ -115,19 +95,12 @@ _LOGGED = 1 << 22
 
 @dataclass(slots=True)
 class FunctionCalls:
-    """The calls in one forward of a Function.
+    """The calls in one forward of a Function."""
 
-    Attributes:
-        first: the sequence number of its first call.
-        last: that of the last call before another node was made.
-        text: description of the first call.
-        site: its call site.
-    """
-
-    first: int
-    last: int
-    text: str
-    site: Site
+    first: int  # the sequence number of its first call
+    last: int  # that of the last call before another node was made
+    text: str  # description of the first call
+    site: Site  # its call site
 
     def __str__(self) -> str:
         made = f"call {self.first}: {self.text} {show_site(self.site)}"
@@ -145,7 +118,12 @@ _here = _Thread()
 
 
 class Functions:
-    """The calls of user-written Functions on a group, on this rank.
+    """The calls of verbs in user-written autograd Functions on a group, on this rank.
+
+    Two calls of such a Function could have their backward calls mispaired where ranks use the results differently. So
+    the sequence numbers of the calls in the Function's forward are stored under its node's number, and sent as flags
+    with the call in its backward. They are hints: two ranks that both know theirs must have a call in common; an
+    unknown one matches anything, since a rank may not be able to find its node.
 
     Autograd numbers nodes per thread, so only the first thread that calls is tracked.
     """
@@ -203,12 +181,7 @@ def conflicting(peer_flags: Sequence[int]) -> bool:
 
 
 def show_flags(peer_flags: Sequence[int], own: FunctionCalls | None) -> str:
-    """One line per rank: the call whose backward it runs.
-
-    Args:
-        peer_flags: every rank's flags.
-        own: this rank's calls, to complete the numbers, of which the flags have 10 bits.
-    """
+    """One line per rank: the call whose backward it runs; the numbers, of which the flags have 10 bits, by `own`."""
     lines = []
     for rank, flags in enumerate(peer_flags):
         read = _read(flags)
@@ -252,14 +225,7 @@ class Signature:
 
     @classmethod
     def of(cls, verb: str, axis: str, text: str, own: str = "") -> Signature:
-        """Make one from its text.
-
-        Args:
-            verb: the verb that is called, for the error.
-            axis: the axis, for the error.
-            text: the part that has to be the same on every rank.
-            own: the part that may differ between ranks, only for the error.
-        """
+        """Make one from its text, the same on every rank; what may differ, `own`, is only for the error."""
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(verb, axis, text + own, int.from_bytes(digest, "little", signed=True))
 
@@ -273,35 +239,21 @@ class DefersReduction(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """Metadata of one call on this rank.
+    """Metadata of one call on this rank."""
 
-    Attributes:
-        role: `BACKWARD` or `TANGENT` of `origin`; "" for a forward call.
-        origin: the forward call that this call belongs to.
-        flags: `NEEDS_BACKWARD`, `CAN_BACKWARD`, and `ZERO_GRAD` or `DEFERRED`.
-        ordered: whether it is an ordered op, inside `ordered()`.
-        number: its sequence number among the compared calls of the group; 0: not compared.
-        local: its number among the calls since then that send nothing; 0: it sends.
-        text: description of the call.
-        site: its call site.
-        peer_flags: the flags of every rank, if they differ.
-        traced: in a traced program, its sequence number as a tensor that exists when the program runs.
-        logged: its number in the log of the deferred check; 0: it is compared before it is made.
-        deferral: defers the gradient reduction instead of sending in backward.
-    """
-
-    role: str = ""
-    origin: CallRecord | None = None
-    flags: int = 0
-    ordered: bool = False
-    number: int = 0
-    local: int = 0
-    text: str = ""
-    site: Site = None
-    peer_flags: Sequence[int] | None = None
+    role: str = ""  # `BACKWARD` or `TANGENT` of `origin`; "" for a forward call
+    origin: CallRecord | None = None  # the forward call that this call belongs to
+    flags: int = 0  # `NEEDS_BACKWARD`, `CAN_BACKWARD`, and `ZERO_GRAD` or `DEFERRED`
+    ordered: bool = False  # whether it is an ordered op, inside `ordered()`
+    number: int = 0  # its sequence number among the compared calls of the group; 0: not compared
+    local: int = 0  # its number among the calls since then that send nothing; 0: it sends
+    text: str = ""  # description of the call
+    site: Site = None  # its call site
+    peer_flags: Sequence[int] | None = None  # the flags of every rank, if they differ
+    # in a traced program, its sequence number as a tensor that exists when the program runs
     traced: Tensor | None = None
-    logged: int = 0
-    deferral: DefersReduction | None = None
+    logged: int = 0  # its number in the log of the deferred check; 0: it is compared before it is made
+    deferral: DefersReduction | None = None  # defers the gradient reduction instead of sending in backward
 
     @property
     def deferred(self) -> bool:
@@ -356,21 +308,16 @@ class Calls:
     __slots__ = ("functions", "local", "local_digest", "lock", "log", "number", "signatures", "words")
 
     def __init__(self) -> None:
+        # Held during a call that is compared: threads must not interleave their calls on one group.
         self.lock = threading.RLock()
-        """Held during a call that is compared: threads must not interleave their calls on one group."""
-        self.number = 0
-        """How many calls were compared."""
-        self.local = 0
-        """How many calls since then sent nothing but have a backward that sends."""
-        self.local_digest = 0
-        """A digest of those."""
+        self.number = 0  # how many calls were compared
+        self.local = 0  # how many calls since then sent nothing but have a backward that sends
+        self.local_digest = 0  # a digest of those
         self.words: list[str] = []
+        # the signatures of calls, by op and operand, where the group does not keep its ops
         self.signatures = BoundedCache()
-        """The signatures of calls, by op and operand, where the group does not keep its ops."""
-        self.functions = Functions()
-        """User-written autograd Functions that call verbs."""
-        self.log: Any = None
-        """The log of the deferred check, if a call on the group was deferred."""
+        self.functions = Functions()  # user-written autograd Functions that call verbs
+        self.log: Any = None  # the log of the deferred check, if a call on the group was deferred
 
     def note(self, signature: Signature, recorded: CallRecord) -> None:
         """Count a call that sends nothing."""
@@ -393,19 +340,10 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
 
 
 class OpCallCheck(CallCheck):
-    """The check of one call of an op.
+    """The check of one call of an op, with the call's metadata, `recorded`; None where no backward can be recorded.
 
-    Args:
-        signature: the signature of the call.
-        recorded: its metadata; None where no backward can be recorded.
-        deferred: whether the ranks compare it after it was made.
-        by_shape: if so, whether the first call of each shape and dtype is compared before it is made nevertheless,
-            rather than of each verb.
-
-    Attributes:
-        refused: why this rank aborted it, if deferred; "": it did not.
-        site: its call site, if deferred.
-        recorded: the metadata of the call.
+    If `deferred`, the ranks compare it after it was made; the first call of each verb, or `by_shape` of each shape and
+    dtype, is compared before it is made nevertheless.
     """
 
     __slots__ = (
@@ -435,8 +373,9 @@ class OpCallCheck(CallCheck):
         deferred: bool = False,
         by_shape: bool = False,
     ) -> None:
-        self.deferred, self.by_shape, self.refused = deferred, by_shape, ""
-        self.site: Site = None
+        self.deferred, self.by_shape = deferred, by_shape
+        self.refused = ""  # why this rank aborted it, if deferred
+        self.site: Site = None  # its call site, if deferred
         self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
         self.peer_flags = None
@@ -551,12 +490,7 @@ class OpCallCheck(CallCheck):
         return record.origin.logged % _LOGGED
 
     def mismatch(self, words: list[str], flags: Sequence[int] | None) -> Exception:
-        """The error of the deferred check: the calls differ, or the flags of the ranks conflict.
-
-        Args:
-            words: the descriptions of the calls, in rank order.
-            flags: every rank's flags, if it is they that conflict.
-        """
+        """The error of the deferred check: the calls, described in rank order, differ, or the flags conflict."""
         if flags is not None:
             try:
                 self._verify(flags)
@@ -599,11 +533,7 @@ class OpCallCheck(CallCheck):
 class MessageCheck(OpCallCheck):
     """The check of one end of a message off the CPU, which the deferred check of the two ranks compares.
 
-    Args:
-        verb: "send" or "recv".
-        axis: the axis.
-        peer: the rank at the other end.
-        greeting: description of the message; it has to be the same on both ends.
+    `greeting` is the description of the message; it has to be the same on both ends.
     """
 
     __slots__ = ("_ends", "balance")
@@ -721,13 +651,7 @@ _BACKWARD_STATUS = {
 
 
 def call_check(verb: str, axis: str, text: str) -> OpCallCheck:
-    """The check of a call that has no op.
-
-    Args:
-        verb: the verb that is called, for the error.
-        axis: the axis, for the error.
-        text: description of the call; it has to be the same on every rank.
-    """
+    """The check of a call that has no op, whose description, `text`, has to be the same on every rank."""
     return OpCallCheck(Signature.of(verb, axis, text), None)
 
 
@@ -746,12 +670,11 @@ def _number(source: int, target: int, amount: int) -> int:
 
 
 def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
-    """A rank's checksum.
+    """A rank's checksum of the numbers of elements that it sends to each rank and receives from each.
 
-    Args:
-        rank: the rank.
-        send: the number of elements that it sends to each rank.
-        receive: the number of elements that it receives from each rank.
+    Each (source, target, count) has a 64-bit hash. A rank adds the hashes of what it sends and subtracts those of what
+    it receives. Counts that agree cancel, so that the checksums of all ranks add up to 0, and almost never otherwise.
+    The checksum is added to the call digest that the ranks exchange anyway; its flag bits stay untouched.
 
     >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 4)), (1, (4, 3), (2, 3)))) % 2**64
     0
@@ -771,9 +694,7 @@ def _balance(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
 def agreed(heads: Sequence[int], own: int) -> bool:
     """Whether all ranks' call digests are equal and their count checksums cancel.
 
-    Args:
-        heads: every rank's digest plus checksum, with its flags.
-        own: this rank's digest alone.
+    `heads` are every rank's digest plus checksum, with its flags; `own` is this rank's digest alone.
 
     >>> one = FLAGS + 1
     >>> agreed([one, one + 1], one), agreed([2 * one, 0], one), agreed([one, 2 * one], one)
@@ -841,13 +762,11 @@ def _line() -> int:
 
 
 class ValueCheck(OpCallCheck):
-    """The check of one call and of its operand's values.
+    """The check of one call and of its operand's values; `src` is the operand's type over the ranks, if it has one.
 
-    Args:
-        signature: the signature of the call.
-        recorded: its metadata.
-        x: this rank's operand.
-        src: the operand's type over the ranks; None: it has none.
+    A checksum of the operand, whether it contains a NaN or an infinity, and a hash of the call's source line are sent
+    with the call check. Bits are compared without a tolerance: ranks that repeat the same work on one machine get the
+    same bits.
     """
 
     __slots__ = ("_src", "sends_positions")
@@ -955,7 +874,10 @@ _GRACE = 0.4
 
 @contextlib.contextmanager
 def failed_ranks_named(axis: Axis) -> Iterator[None]:
-    """Turn a backend error in this block into one that names the ranks which did not respond.
+    """Turn a backend error in this block, such as a closed connection, into one that names the ranks that failed.
+
+    A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
+    exited, has returned or is busy elsewhere sets none.
 
     Raises:
         AbortedError: the backend failed, and some ranks of the axis did not respond.

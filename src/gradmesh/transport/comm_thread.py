@@ -41,32 +41,11 @@ from gradmesh.runtime.state import INSTALLED, instruments, rank_state
 if TYPE_CHECKING:
     from gradmesh.backends.threads.rendezvous import BackgroundTask, Group
 
-__all__ = [
-    "AsyncAxis",
-    "CommThread",
-    "StreamItem",
-    "WorkItem",
-    "after_pending",
-    "async_axis",
-    "current_job",
-    "has_comm_stream",
-    "in_then_callback",
-    "transport_axis",
-]
-
 T = TypeVar("T")
 
 
 class WorkItem(Generic[T]):
-    """One call that the communication thread runs.
-
-    Args:
-        work: makes the call and returns its result.
-
-    Attributes:
-        started: when it was started, by `time.perf_counter`.
-        over: whether it has returned or raised, and the callbacks of `then` have returned.
-    """
+    """One call that the communication thread runs; `work` makes it and returns its result."""
 
     __slots__ = (
         "_after",
@@ -84,7 +63,7 @@ class WorkItem(Generic[T]):
     )
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self.started = time.perf_counter()
+        self.started = time.perf_counter()  # when it was started
         self._work: Callable[[], T] | None = work
         self._site: Site = call_site()
         self._result: T
@@ -95,7 +74,7 @@ class WorkItem(Generic[T]):
         # Not an Event: the launcher's hang detector looks for this file in the stacks of waiting ranks.
         self._gate = threading.Lock()
         self._gate.acquire()
-        self.over = False
+        self.over = False  # whether it has returned or raised, and the callbacks of `then` have returned
         self._wait_for: Callable[[], None] | None = None
         self._after: list[Callable[[WorkItem[T]], None]] = []
 
@@ -203,18 +182,14 @@ def in_then_callback() -> bool:
 
 
 class CommThread:
-    """A thread that runs the async calls of an axis, in the order in which they were started.
-
-    Args:
-        axis: the axis.
-    """
+    """A thread that runs the async calls of an axis, in the order in which they were started."""
 
     def __init__(self, axis: Axis) -> None:
         self._name, self._rank, self._size = axis.name, axis.rank, axis.size
         self._of = weakref.ref(axis.group)  # which keeps this communication thread
         self._own: Axis | None = None
+        # what the ranks of a group of the threads backend share
         self._shared: Group | None = getattr(axis.group, "shared", None)
-        """What the ranks of a group of the threads backend share."""
         if self._shared is not None:
             from gradmesh.backends.threads.rendezvous import BackgroundThread
 
@@ -335,13 +310,9 @@ class _DuplicateGroups:
 
 @dataclass(frozen=True, slots=True)
 class AsyncAxis(Axis):
-    """An axis for async calls.
+    """An axis for async calls."""
 
-    Attributes:
-        comm_thread: the thread that runs them, on a group of their own.
-    """
-
-    comm_thread: CommThread
+    comm_thread: CommThread  # the thread that runs them, on a group of their own
 
 
 def transport_axis(axis: Axis) -> Axis:
@@ -360,11 +331,7 @@ _comm_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread] = weakre
 
 
 def async_axis(axis: Axis) -> AsyncAxis:
-    """The same axis for async calls.
-
-    Args:
-        axis: an axis of several ranks.
-    """
+    """The same axis, of several ranks, for async calls."""
     if isinstance(axis, AsyncAxis):
         return axis
     found = _comm_threads.get(axis.group)
@@ -397,16 +364,7 @@ def _stream_of(axis: Axis, device: torch.device) -> torch.Stream:
 
 
 class StreamItem:
-    """One call on a communication stream; for the waiting rank like a `WorkItem`.
-
-    Args:
-        work: makes the call and returns its result.
-        axis: its axis.
-        x: its operand.
-
-    Attributes:
-        device: the device of the operand.
-    """
+    """One call on a communication stream; for the waiting rank like a `WorkItem`."""
 
     __slots__ = ("_done", "_error", "_launched_on", "_result", "_stream", "_x", "device")
 

@@ -82,8 +82,6 @@ from gradmesh.transport.call_checks import (
     without_backward,
 )
 
-__all__ = ["Checker", "Log", "note", "note_message"]
-
 _TICK = 0.25
 """Seconds after which a rank looks whether it has made calls, and posts if it has not."""
 _SELDOM = 1.0
@@ -116,15 +114,11 @@ Message = dict[str, Any]
 
 
 class _Connection:
-    """Messages over a socket: JSON and bytes, each with its length before it.
-
-    Attributes:
-        limit: the most bytes of a message that are received; None: any number.
-    """
+    """Messages over a socket: JSON and bytes, each with its length before it."""
 
     def __init__(self, sock: socket.socket, limit: int | None = None) -> None:
         self.sock = sock
-        self.limit = limit
+        self.limit = limit  # the most bytes of a message that are received; None: any number
         self._got = bytearray()
         self._sending = threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -179,24 +173,7 @@ class _Connection:
 
 
 class Log:
-    """The calls of one rank on one group that were not compared yet, or its messages off the CPU to and from one rank.
-
-    Args:
-        checker: the rank's checker.
-        axis: the axis.
-        peer: the rank at the other end of messages.
-
-    Attributes:
-        entries: the checks of the calls, in order; those that were compared are removed.
-        numbers: what is sent of each of them: the digest, the flags, and the checksum of the counts.
-        first: how many were removed.
-        posted: how many were sent to the hub.
-        made: how many were made.
-        awaited: how many of these have to be compared before a step: of messages all up to the last `recv`.
-        ahead: how many are compared before the next one is made.
-        known: whether the hub has the log.
-        last: the last call.
-    """
+    """The calls of one rank on one group that were not compared yet, or its messages off the CPU to and from `peer`."""
 
     def __init__(self, checker: Checker, axis: Axis, peer: int | None = None) -> None:
         self.checker = checker
@@ -207,20 +184,23 @@ class Log:
         if peer is not None:
             self.members = [self.members[end] for end in sorted((axis.rank, peer))]
         self.axis = str(axis)
-        self.entries: list[OpCallCheck] = []
-        self.numbers = array("q")
-        self.first = self.posted = self.made = self.awaited = self.ahead = 0
-        self.known = False
-        self.last: OpCallCheck | None = None
+        self.entries: list[
+            OpCallCheck
+        ] = []  # the calls' checks, in order; those that were compared are removed
+        self.numbers = array("q")  # what is sent of each of them: digest, flags, and checksum of the counts
+        self.first = 0  # how many were removed
+        self.posted = 0  # how many were sent to the hub
+        self.made = 0  # how many were made
+        self.awaited = (
+            0  # how many of these are compared before a step: of messages all up to the last `recv`
+        )
+        self.ahead = 0  # how many are compared before the next one is made
+        self.known = False  # whether the hub has the log
+        self.last: OpCallCheck | None = None  # the last call
         self._met: set[int] = set()
 
     def note(self, check: OpCallCheck, balance: int, refused: str = "") -> None:
-        """Append a call, before it is made.
-
-        Args:
-            check: its check.
-            balance: the checksum of its counts.
-            refused: why this rank aborts the call instead.
+        """Append a call, before it is made; `balance` is the checksum of its counts, `refused` why this rank aborts it.
 
         Raises:
             MismatchError: an earlier call differs between the ranks.
@@ -299,27 +279,17 @@ _opening = [threading.Lock()]
 
 
 class Checker:
-    """The deferred check of one rank.
-
-    Attributes:
-        error: the error that was found; every further call raises it.
-        logs: the logs of its groups, by name.
-        threads: the threads that make calls.
-        closed: whether it has ended.
-        off: why it cannot compare calls; "": it can.
-        hurry: whether the next call is sent at once, since a rank waits for it before a step.
-        returned: how many functions had been launched when the last one of them returned; 0: none has.
-    """
+    """The deferred check of one rank."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # the error that was found; every further call raises it
         self._reason: Exception | None = None
-        self.logs: dict[str, Log] = {}
-        self.threads: set[int] = {threading.get_ident()}
-        self.closed = False
+        self.logs: dict[str, Log] = {}  # the logs of its groups, by name
+        self.threads: set[int] = {threading.get_ident()}  # the threads that make calls
+        self.closed = False  # whether it has ended
         self._at_once: tuple[str, int, list[int]] | None = None
         self._met: Counter[str] = Counter()
-        self.returned = 0
+        self.returned = 0  # the functions launched when the last one of them returned; 0: none has
         if threads.rank_locals() is None:
             self.threads.add(threading.main_thread().ident or 0)
         self.rank = dist.get_rank()
@@ -329,7 +299,8 @@ class Checker:
         self._raised = self._refused = self._stepping = False
         self._failed = "", 0
         self._ends: list[list[str]] = []
-        self.off, self.hurry = "", False
+        self.off = ""  # why it cannot compare calls
+        self.hurry = False  # whether the next call is sent at once, since a rank waits for it before a step
         self._gone: dict[int, str] = {}
         self._hub: Hub | None = None
         self._hub_rank = -1
@@ -403,12 +374,10 @@ class Checker:
                 self._connection.send({"returned": self.returned})
 
     def flush(self, logs: Iterable[Log] | None = None, *, at_exit: bool = False, step: bool = False) -> None:
-        """Wait until the calls that this rank has made were compared, and all were sent to the hub.
+        """Wait until the calls that this rank has made, or those in `logs`, were compared, and all sent to the hub.
 
-        Args:
-            logs: the logs; None: all.
-            at_exit: wait for the messages that were sent too, but only for some seconds.
-            step: an optimizer is about to use the gradients: wait for the other ranks to come to theirs, too.
+        `at_exit` for the messages that were sent too, but only for some seconds; before the `step` of an optimizer,
+        which uses the gradients, for the other ranks to come to theirs, too.
 
         Raises:
             MismatchError: calls differ between the ranks.
@@ -786,27 +755,17 @@ def _forked() -> None:
 
 @dataclass
 class _Peer:
-    """A rank as the hub sees it.
+    """A rank as the hub sees it."""
 
-    Attributes:
-        connection: its connection; None: it has ended.
-        blocked: since when it is blocked, by `time.monotonic`; None: it is not.
-        at_once: where it is blocked, the group, number and ranks of a call that compares at once; None: in none.
-        launched: how many functions had been launched when it last posted calls.
-        returned: how many had been launched when the last one that has returned was; 0: none has.
-        ended: how it has ended; "": it runs.
-        steps: how many steps of optimizers it has announced.
-        stepping: since when it waits before a step; None: it does not.
-    """
-
-    connection: _Connection | None = None
-    blocked: float | None = None
+    connection: _Connection | None = None  # its connection; None: it has ended
+    blocked: float | None = None  # since when it is blocked, by `time.monotonic`; None: it is not
+    # where it is blocked, the group, number and ranks of a call that compares at once; None: in none
     at_once: list[Any] | None = None
-    launched: int = 0
-    returned: int = 0
-    ended: str = ""
-    steps: int = 0
-    stepping: float | None = None
+    launched: int = 0  # how many functions had been launched when it last posted calls
+    returned: int = 0  # how many had been launched when the last one that has returned was; 0: none has
+    ended: str = ""  # how it has ended; "": it runs
+    steps: int = 0  # how many steps of optimizers it has announced
+    stepping: float | None = None  # since when it waits before a step; None: it does not
 
 
 @dataclass
@@ -836,22 +795,15 @@ class _Stream:
 
 @dataclass
 class _Group:
-    """The logs of one group, or of the messages of two ranks.
+    """The logs of one group, or of the messages of two ranks."""
 
-    Attributes:
-        members: its global ranks.
-        messages: whether they are of messages, which a rank that sends does not wait for.
-        agreed: how many calls were compared.
-        failed: whether its ranks have an error.
-        backwardless: the ranks that run no backward of a call, by its number in the log, where others do.
-    """
-
-    members: list[int]
-    messages: bool
+    members: list[int]  # its global ranks
+    messages: bool  # whether they are of messages, which a rank that sends does not wait for
     streams: dict[int, _Stream] = field(default_factory=dict)
+    # the ranks that run no backward of a call, by its number in the log, where others do
     backwardless: dict[int, list[int]] = field(default_factory=dict)
-    agreed: int = 0
-    failed: bool = False
+    agreed: int = 0  # how many calls were compared
+    failed: bool = False  # whether its ranks have an error
 
     def count(self, rank: int) -> int:
         """The number of calls of a rank."""
@@ -929,21 +881,14 @@ class _Question:
 
 
 class Hub:
-    """The thread that compares the logs of all ranks.
-
-    Args:
-        store: the store of the process group, for the address of the host.
-        rank: the rank.
-
-    Attributes:
-        address: where it listens and the token that a connection has to send first, for the store.
-    """
+    """The thread that compares the logs of all ranks, in the process of one."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store = store
         interface, hosts = _hosts(store)
         self._listener = socket.create_server((interface, 0), backlog=1024)
         self._token = secrets.token_hex(16)
+        # For the store: where it listens, and the token that a connection has to send first.
         self.address = json.dumps(
             {"rank": rank, "hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token}
         )
@@ -1084,9 +1029,8 @@ class Hub:
 
     def _posted(self, rank: int, logs: Sequence[Any], blob: bytes) -> None:
         at, changed = 0, []
-        self._hurried = {
-            pair for pair in self._hurried if pair[0] != rank
-        }  # asked again for what it has not made yet
+        # It is asked again for what it has not made yet.
+        self._hurried = {pair for pair in self._hurried if pair[0] != rank}
         for name, start, count, ahead, members, messages in logs:
             group = self._groups.get(name)
             if group is None:
@@ -1430,9 +1374,7 @@ def _sockets() -> list[tuple[str, str, int]]:
 def shut_down(ends: Iterable[Sequence[str]], store: Any = None) -> None:
     """Shut down the connections of this process to other ranks that C++ code has opened, but those to the store.
 
-    Args:
-        ends: both ends of the connections of all ranks.
-        store: the store of the process group.
+    `ends` are both ends of the connections of all ranks.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

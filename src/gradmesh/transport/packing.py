@@ -1,9 +1,8 @@
-"""What a transport does with memory.
+"""What a transport does with memory: how it is sent, laid out, and recycled for large results on the CPU.
 
-Recycled CPU memory for large results.
-For a fresh result of 32 MiB or more, page faults take longer than the transfer (see
-docs/reports/shm.md). So blocks of freed results are used again, in huge pages where available. The system may reclaim
-the pages of an idle block if memory runs short.
+For a fresh result of 32 MiB or more, page faults take longer than the transfer (see docs/reports/shm.md). So blocks of
+freed results are used again, in huge pages where available. The system may reclaim the pages of an idle block if memory
+runs short.
 
 The environment variable GRADMESH_RECYCLE limits the idle memory in MiB; it defaults to 512, and 0 turns recycling off.
 The storage of a recycled tensor cannot be resized.
@@ -172,14 +171,8 @@ def release() -> None:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised dense tensor; in recycled memory if it is large and on the CPU.
 
-    Args:
-        shape: the shape.
-        dtype: the dtype.
-        device: the device.
-
-    Example:
-        >>> empty((2, 3), torch.float32, torch.device("cpu")).shape
-        torch.Size([2, 3])
+    >>> empty((2, 3), torch.float32, torch.device("cpu")).shape
+    torch.Size([2, 3])
     """
     size = math.prod(shape) * dtype.itemsize
     if size < SMALLEST or device.type != "cpu" or not _ANONYMOUS or size > RECYCLE.value():

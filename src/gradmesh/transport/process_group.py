@@ -1,24 +1,8 @@
 """The transports: process groups of torch.distributed and of gradmesh, one rank, and compiled programs.
 
-Point-to-point messages over torch.distributed.
-A message between CPUs is preceded by a header of fixed length with its description and size, so that a receiver that
-expects something else can raise and discard it. The tensor is copied and kept until it is sent, so that the sender
-never blocks.
-
-The transport for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
-These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
-different collectives hang. So a checked call of CPU tensors begins with a message of fixed length from each rank
-to each, which holds a digest of the call, and the data if it is short; where digests differ, the ranks exchange
-descriptions. For tensors on other devices, and at level "deferred", the comparison follows later
-(`deferred_check.py`): an exchange before the call would have to wait for the device.
-
-The transport for groups of gradmesh's own backends, which share memory.
-Their groups are called directly, because torch.distributed's functions take a tenth of a small call. The call check is
-sent with the data at no cost. A rank that fails before it has sent notifies the others.
-
-The transport for `gradmesh.reorderable()`: functional collectives, which a compiler may reorder and bucket.
-It serves ops that are one collective with the same arguments on every rank. A compiler sees one rank's program only:
-if the programs of the ranks differ, it may order their collectives differently.
+A point-to-point message between CPUs is preceded by a header of fixed length with its description and size, so that a
+receiver that expects something else can raise and discard it. The tensor is copied and kept until it is sent, so that
+the sender never blocks.
 """
 
 from __future__ import annotations
@@ -73,17 +57,13 @@ _OUTSTANDING = 256
 
 @dataclass
 class _Outbox:
-    """A rank's message state besides the posted messages.
+    """A rank's message state besides the posted messages."""
 
-    Attributes:
-        skipped: how many messages of a rank to discard, by group and rank.
-        withdrawn: sent headers without a message; they are not waited for, as the peer may never receive them.
-        draining: whether a thread waits for posted messages.
-    """
-
+    # how many messages of a rank to discard, by group and rank
     skipped: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
+    # sent headers without a message; they are not waited for, as the peer may never receive them
     withdrawn: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
-    draining: bool = False
+    draining: bool = False  # whether a thread waits for posted messages
 
 
 def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
@@ -132,19 +112,6 @@ def _noted(
     from gradmesh.transport.deferred_check import note_message
 
     return note_message(axis, verb, peer, greeting)
-
-
-def withdraw(axis: Axis, peer: int, said: str) -> None:
-    """Notify a rank that the message it expects will not be sent."""
-    header = _header(_NOTHING, said)
-    work = _send(header, axis, peer)
-    if work is not None:
-        rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
-
-
-def pass_over(axis: Axis, peer: int) -> None:
-    """Discard the next message of a rank when it arrives."""
-    rank_state().get_or_create(_Outbox).skipped[axis.group, peer] += 1
 
 
 def settle(outstanding: int = 0) -> None:
@@ -265,10 +232,13 @@ DIRECT = 1 << 16
 
 
 class TorchGroup(GroupTransport):
-    """An axis with a group of torch.distributed.
+    """An axis with a group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 
-    A checked call of CPU tensors begins with one message of fixed length to each rank: the call check, and the data if
-    it is short. The length is always the same, since the ranks may make different calls.
+    These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
+    different collectives hang. So a checked call of CPU tensors begins with a message to each rank, which holds a
+    digest of the call, and the data if it is short; where digests differ, the ranks exchange descriptions. Its length
+    is always the same, since the ranks may make different calls. For tensors on other devices, and at level "deferred",
+    the comparison follows later (`deferred_check.py`): an exchange before the call would have to wait for the device.
     """
 
     def exchange(
@@ -377,11 +347,14 @@ class TorchGroup(GroupTransport):
 
     def withdraw_message(self, peer: int, said: str) -> None:
         """Send a header without a message."""
-        withdraw(self.axis, peer, said)
+        header = _header(_NOTHING, said)
+        work = _send(header, self.axis, peer)
+        if work is not None:
+            rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
 
     def pass_over(self, peer: int) -> None:
         """Have the next `recv` from that rank discard it."""
-        pass_over(self.axis, peer)
+        rank_state().get_or_create(_Outbox).skipped[self.axis.group, peer] += 1
 
     # -- comparing
 
@@ -398,11 +371,7 @@ class TorchGroup(GroupTransport):
         return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
 
     def _agree_with(self, flat: Tensor, to: int | None = None) -> Tensor | None:
-        """Compare the ranks' calls, and send an operand with the check if it is short.
-
-        Args:
-            flat: the operand, dense.
-            to: the only rank that needs it; None: all.
+        """Compare the ranks' calls, and send a dense operand with the check, to all or one rank, if it is short.
 
         Returns:
             The bytes of every rank's operand, one row each; None if it was not sent.
@@ -421,12 +390,9 @@ class TorchGroup(GroupTransport):
         receive: Sequence[int] = (),
         fill: Callable[[Tensor], object] | None = None,
     ) -> Tensor | None:
-        """Compare the ranks' calls and counts, before the first primitive of the call.
+        """Compare the ranks' calls and counts (if these are to be compared), before the first primitive of the call.
 
-        Args:
-            send: the number of elements for each rank, if it is to be compared.
-            receive: the number from each rank.
-            fill: writes the data for each rank into a row of a tensor; None: it is too long.
+        `fill` writes the data for each rank into a row of a tensor; None: it is too long.
 
         Returns:
             The data from each rank, if no rank's was too long; None: it has to be sent.
@@ -493,7 +459,11 @@ def _as(rows: Tensor, x: Tensor) -> Tensor:
 
 
 class OwnGroupTransport(GroupTransport):
-    """An axis whose group is one of gradmesh's own."""
+    """An axis whose group is one of gradmesh's own, with shared memory.
+
+    The group is called directly, because torch.distributed's functions take a tenth of a small call. The call check is
+    sent with the data at no cost. A rank that fails before it has sent notifies the others.
+    """
 
     def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
         self.axis, self.call_check = axis, call_check  # without the call of the base class
@@ -628,7 +598,11 @@ class TracedLocalTransport(LocalTransport):
 
 
 class Functional(GroupTransport):
-    """An axis inside a compiled program."""
+    """An axis inside a compiled program: functional collectives, which a compiler may reorder and bucket.
+
+    For ops that are one collective with the same arguments on every rank. A compiler sees one rank's program only: if
+    the programs of the ranks differ, it may order their collectives differently.
+    """
 
     def exchange(
         self,

@@ -41,29 +41,9 @@ from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_a
 from gradmesh.transport.packing import laid_out_as
 from gradmesh.types import I, R, Type
 
-__all__ = [
-    "abort",
-    "apply",
-    "cause_of",
-    "constants",
-    "exchange_device",
-    "fake_result",
-    "on_cpu",
-    "own_rank",
-    "profiled",
-    "sent",
-    "withdraw",
-]
-
 
 def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
-    """Run an op on this rank's plain tensor. The result is fresh memory; `x` is only read.
-
-    Args:
-        op: the op.
-        x: the operand.
-        recorded: the metadata of the call.
-    """
+    """Run an op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
     if not op.__module__.startswith("gradmesh."):
         # The frames of `transfer` are the program's, and the call is made further out.
         with seen_from(call_site()):
@@ -213,14 +193,7 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
     """Notify the other ranks that this rank aborts its call of a verb, so that they raise instead of waiting.
 
     Where the ranks compare their calls, this is this rank's part of the comparison, and it waits for theirs. For a
-    point-to-point message only the receiver is notified; a rank that aborts a `recv` discards the message.
-
-    Args:
-        verb: the verb's name.
-        axis: the ranks.
-        x: the operand.
-        error: why the call is aborted.
-        peer: the other end of a point-to-point message.
+    point-to-point message only the receiver, `peer`, is notified; a rank that aborts a `recv` discards the message.
     """
     if compiling() or axis.size == 1:
         return
@@ -253,11 +226,8 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
 def exchange_device(axis: Axis, beside: Tensor | None = None) -> torch.device:
     """Where numbers of the host are exchanged: the CPU if the group supports it, else the accelerator.
 
-    On the CPU nothing has to wait for a device, and the ranks compare the call.
-
-    Args:
-        axis: the ranks.
-        beside: a tensor of the same call; if it is on the CPU, so are the numbers.
+    On the CPU nothing has to wait for a device, and the ranks compare the call. With a tensor of the same call on the
+    CPU, `beside`, they are there.
     """
     if beside is not None and beside.is_cpu:
         return beside.device
@@ -302,15 +272,7 @@ def own_rank() -> int:
 def profiled(
     verb: str, axis: Axis, x: Tensor, travels: torch.dtype | None, *, backward: bool = False
 ) -> AbstractContextManager[Any]:
-    """A range for one collective on this rank's tensor.
-
-    Args:
-        verb: the op's name.
-        axis: the ranks it runs over.
-        x: the operand.
-        travels: the dtype that is sent; None: that of the operand.
-        backward: whether it is the backward of a call.
-    """
+    """A range for one collective on this rank's tensor, which is sent in its own dtype or another one, `travels`."""
     SEEN[get_native_id()] = own_rank()
     count = x.numel() * (travels or x.dtype).itemsize
     where = " backward" if backward or in_backward() else ""

@@ -4,15 +4,6 @@ The functions are generators that yield to wait for the other ranks, so that a c
 If a call was opened directly (`DirectCalls`), its first window is already written and published, and they continue from
 there. Tensors are flat; those longer than a chunk are sent in windows. Sums are in rank order, so that they are bitwise
 identical on every rank.
-
-The hash of a call: 64 bits, which the ranks publish in its first epoch and compare.
-The lowest bits are the flags of the call check, which are published but not compared.
-
-The calls of gradmesh's data path, which bypass torch.distributed.
-Usually the group is idle and the data fits into one chunk (the eager limit). Then no objects are created: the rank
-writes its chunk, publishes, polls for the others, and reads. If they do not arrive in time, disagree, or the data needs
-more than a chunk, the call is appended to the group's queue and continues there. Both paths use the same epochs, chunks
-and hashes, so that ranks may take different paths.
 """
 
 from __future__ import annotations
@@ -549,7 +540,11 @@ _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
 
 
 def call_hash(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
-    """The hash of a call, and of numbers that are equal on every rank; hashes of ints do not depend on the process."""
+    """The hash of a call, and of numbers that are equal on every rank; hashes of ints do not depend on the process.
+
+    It has 64 bits, which the ranks publish in the call's first epoch and compare, but for the lowest ones: the flags of
+    the call check.
+    """
     bits = hash((_KIND_NUMBER[kind], *facts))
     if call_check is None:
         return bits & _COMPARED
@@ -560,7 +555,13 @@ _SUM = REDUCTION_NUMBER["SUM"]
 
 
 class DirectCalls(OwnGroup):
-    """The calls of gradmesh's data path."""
+    """The calls of gradmesh's data path, which bypass torch.distributed.
+
+    Usually the group is idle and the data fits into one chunk (the eager limit). Then no objects are created: the rank
+    writes its chunk, publishes, polls for the others, and reads. If they do not arrive in time, disagree, or the data
+    needs more than a chunk, the call is appended to the group's queue and continues there. Both paths use the same
+    epochs, chunks and hashes, so that ranks may take different paths.
+    """
 
     engine: Engine
 

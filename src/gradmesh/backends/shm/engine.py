@@ -1,29 +1,11 @@
 """The engine of a group: starts, advances and completes calls, and shuts the group down.
 
 A call starts when it is made, and advances while the rank waits for anything: calls of a group in order, those of
-different groups and messages concurrently. Otherwise a thread advances pending calls (`progress.in_background`). All
-state is protected by the engine's lock.
+different groups and messages concurrently. Otherwise a thread advances pending calls (`in_background`). All state is
+protected by the engine's lock.
 
-The progress engine: advances pending calls while their rank does something else.
 While a rank waits for one group, it advances pending calls of its other groups: otherwise two ranks could each wait for
-a call that the other has started but not finished. If no thread waits, the progress thread takes over
-(`in_background`): it sleeps on the word of the next call, so that it wakes when the other ranks have published, and
-periodically to check whether they are alive. It sleeps indefinitely if other threads wait for all pending calls.
-
-Epochs: all ranks of a group publish data, then read that of the others.
-A rank has two chunks of shared memory, which it uses alternately. It writes one, publishes, waits until all ranks have
-published, and reads their chunks. Before it writes a chunk again it has waited for a later epoch, which no rank
-publishes before having read the earlier one, so that a second barrier is not needed.
-
-In the first epoch of a call each rank also publishes the call's hash, and all compare. So mismatched calls raise on
-every rank before a result is written.
-
-How a process rank waits: it spins for a short time, then sleeps in the kernel.
-While spinning it yields its core to its peers: with four ranks on two cores that halves the time of a barrier, compared
-with sleeping immediately. While sleeping it wakes every 50 ms to check whether the others are alive and whether it has
-timed out; the awaited event wakes it immediately. (Spinning before sleeping is competitive: if the spin takes as long
-as a sleep costs, it takes at most twice the time of the better of the two. Karlin, Li, Manasse, Owicki 1991, "Empirical
-studies of competitive spinning for a shared-memory multiprocessor".)
+a call that the other has started but not finished.
 """
 
 from __future__ import annotations
@@ -120,13 +102,19 @@ def _unattended() -> list[Engine]:
 
 
 def _poll_unattended() -> None:
-    for engine in _unattended():
+    for (
+        engine
+    ) in _unattended():  # not in the progress thread's loop, whose variables would keep the last group
         with contextlib.suppress(Exception):  # the waiter of the call gets the error
             engine.poll()
 
 
 class _Helper:
-    """The progress thread; started on first use."""
+    """The progress thread, which takes over if no thread waits; started on first use.
+
+    It sleeps on the word of the next call, so that it wakes when the other ranks have published, and periodically to
+    check whether they are alive. It sleeps indefinitely if other threads wait for all pending calls.
+    """
 
     def __init__(self) -> None:
         self.needed = threading.Event()
@@ -210,7 +198,15 @@ _WORDS = 4096
 
 
 class Lockstep:
-    """The epochs of a group on one rank."""
+    """The epochs of a group on one rank: all ranks publish data, then read that of the others.
+
+    A rank has two chunks of shared memory, which it uses alternately. It writes one, publishes, waits until all ranks
+    have published, and reads their chunks. Before it writes a chunk again it has waited for a later epoch, which no
+    rank publishes before having read the earlier one, so that a second barrier is not needed.
+
+    In the first epoch of a call each rank also publishes the call's hash, and all compare. So mismatched calls raise on
+    every rank before a result is written.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -503,9 +499,8 @@ class Engine:
         self.p2p_channel = P2PChannel(segment)
         self.lock = threading.RLock()
         self.queue: deque[CallWork] = deque()
-        self.closed: Callable[[], GradmeshError] | None = (
-            None  # creates the error for calls on a closed group
-        )
+        # creates the error for calls on a closed group
+        self.closed: Callable[[], GradmeshError] | None = None
         self._messages: set[MessageWork] = set()
         self._promises: list[AsyncWork] = []
         self._looked = 0.0
@@ -693,6 +688,13 @@ class Engine:
 
         Before, the `word` at an address changes from its current value, if there is one; `needs` are the ranks that it
         depends on, and `call` describes it.
+
+        The rank spins for a short time, then sleeps in the kernel. While spinning it yields its core to its peers: with
+        four ranks on two cores that halves the time of a barrier, compared with sleeping immediately. While sleeping it
+        wakes every 50 ms to check whether the others are alive and whether it has timed out; the awaited event wakes it
+        immediately. (Spinning before sleeping is competitive: if the spin takes as long as a sleep costs, it takes at
+        most twice the time of the better of the two. Karlin, Li, Manasse, Owicki 1991, "Empirical studies of
+        competitive spinning for a shared-memory multiprocessor".)
         """
         try:
             for _ in range(self.spins):

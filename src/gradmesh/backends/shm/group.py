@@ -1,11 +1,11 @@
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
 """The shm process group: torch's calls, with the movements of `data_path`, queued in the engine."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,6 @@ from gradmesh.backends.shm.data_path import DirectCalls, call_hash
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork
 from gradmesh.backends.shm.p2p import Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
-
-__all__ = ["ShmGroup"]
 
 
 class ShmGroup(FlatGroup, DirectCalls):
@@ -91,32 +89,15 @@ class ShmGroup(FlatGroup, DirectCalls):
         return data_path.all_reduce(call, flat, flat, op)
 
     @override
-    def _reduce(self, call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
-        return data_path.reduce(call, out, given, op, root)
-
-    @override
-    def _reduce_scatter(self, call: Call, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
-        return data_path.reduce_scatter(call, out, given, op)
-
-    @override
     def _broadcast(self, call: Call, flat: Tensor, root: int) -> Steps:
         return data_path.broadcast(call, flat, flat, root)
 
-    @override
-    def _all_gather(self, call: Call, out: Tensor, given: Tensor) -> Steps:
-        return data_path.all_gather(call, out, given)
-
-    @override
-    def _all_gather_lists(self, call: Call, taken: Sequence[Tensor], given: Tensor) -> Steps:
-        return data_path.all_gather_lists(call, taken, given)
-
-    @override
-    def _exchange(self, call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
-        return data_path.exchange(call, taken, given)
-
-    @override
-    def _barrier(self, call: Call) -> Steps:
-        return call.meet()
+    _reduce = staticmethod(data_path.reduce)
+    _reduce_scatter = staticmethod(data_path.reduce_scatter)
+    _all_gather = staticmethod(data_path.all_gather)
+    _all_gather_lists = staticmethod(data_path.all_gather_lists)
+    _exchange = staticmethod(data_path.exchange)
+    _barrier = staticmethod(Call.meet)
 
     # -- point to point
 

@@ -20,8 +20,6 @@ from gradmesh.backends.shm.shared_memory import Segment
 from gradmesh.errors import MismatchError
 from gradmesh.ops.transport import bytes_of
 
-__all__ = ["P2PChannel", "Receive", "Send", "misfit"]
-
 _HEADER = struct.Struct("<qqqq")  # tag, number of the dtype, elements, bytes
 
 

@@ -4,30 +4,6 @@ The segment has, in this order: a token; the numbers that ranks publish; a ring 
 chunks (bounce buffers) for each rank.
 The size depends only on the number of ranks and the chunk size, since messages are split into chunks. Untouched pages
 take no memory.
-
-The store names the file to open, and any process that can write to the store could name a different
-one. So a rank verifies the file through an `O_PATH` descriptor before it opens it for writing: it must belong to this
-user, have no name and have the agreed size. Then it checks for size seals, which only `memfd_create` files have, and
-for the token that the first rank wrote.
-
-A process is watched through its pidfd, which stays valid if the process id is reused.
-
-The first rank creates an anonymous file in memory, which only its owner may open, and publishes its
-process id and file descriptor in the store; the others open it under /proc. The descriptor is closed once all ranks
-have mapped the file: it never has a name, so that nothing remains however the ranks end.
-
-A launched process stays alive after its function has returned, to run the next one. So it writes the number of the run
-that it has returned from into the shared memory of its groups, which ends the wait of other ranks in the same run.
-
-Futex (sleep on a word of shared memory until another process wakes the sleepers) and memory fences.
-Python has neither. The futex is Linux's system call, through ctypes. Waking always calls the kernel, even without
-sleepers: a user-space flag for sleepers would need a full memory fence. The kernel has that fence and checks the word
-again before a caller sleeps, so that no wake-up is lost.
-
-`fence` orders reads and writes of the mapping. x86-64 keeps stores in order and loads in order, which is sufficient for
-"write the data, then publish" and "see it published, then read the data"; there it does nothing. Other processors may
-reorder both; there it releases and acquires a lock (C11 release and acquire on one object: earlier accesses stay before
-the release, later ones after the acquire, and the acquire stays after the release).
 """
 
 from __future__ import annotations
@@ -221,7 +197,12 @@ def create(size: int, token: bytes) -> int:
 
 
 def opened(pid: int, number: int, size: int, token: bytes) -> int:
-    """Open the file behind another process's descriptor; NotSharedError, before that, unless it is a group's memory."""
+    """Open the file behind another process's descriptor; NotSharedError, before that, unless it is a group's memory.
+
+    Any process that can write to the store could name a different file there. So a rank verifies it through an `O_PATH`
+    descriptor before it opens it for writing: it must belong to this user, have no name and have the agreed size. Then
+    it checks for size seals, which only `memfd_create` files have, and for the token that the first rank wrote.
+    """
     handle = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         _look(handle, size)
@@ -284,7 +265,10 @@ _libc: Any = _c_library() if sys.platform == "linux" else None
 
 
 class Peers:
-    """The ranks of a group; `names` are their global ranks, and `pids` their process ids after the bootstrap."""
+    """The ranks of a group; `names` are their global ranks, and `pids` their process ids after the bootstrap.
+
+    A process is watched through its pidfd, which stays valid if the process id is reused.
+    """
 
     def __init__(self, rank: int, size: int, names: Sequence[int], group: str) -> None:
         self.rank, self.size, self.names, self.group = rank, size, names, group
@@ -366,7 +350,9 @@ class Bootstrapped:
 def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Bootstrapped]:
     """Rendezvous with the other ranks, and start to watch them.
 
-    The first rank must stay inside until all ranks have mapped the memory.
+    The first rank creates an anonymous file in memory, which only its owner may open, and publishes its process id and
+    file descriptor in the store; the others open it under /proc. It must stay inside until all ranks have mapped the
+    file, and then closes it: it never has a name, so that nothing remains however the ranks end.
     """
     # A store outlives a group, and a later group of the same ranks may have the same name: number them in the keys.
     ranks = ",".join(map(str, peers.names))
@@ -517,7 +503,11 @@ def host_name() -> str:
 
 
 class Run:
-    """The run that this process is in."""
+    """The run that this process is in.
+
+    A launched process stays alive after its function has returned, to run the next one. So it writes the number of the
+    run that it has returned from into the shared memory of its groups, which ends the wait of other ranks in that run.
+    """
 
     def __init__(self) -> None:
         self.number = 0  # from 1, the same on every rank; 0 without a launcher
@@ -543,6 +533,10 @@ class Run:
 run = Run()
 
 
+# Python has neither futexes (sleep on a word of shared memory until another process wakes the sleepers) nor memory
+# fences. The futex is Linux's system call. Waking always calls the kernel, even without sleepers: a user-space flag for
+# sleepers would need a full memory fence. The kernel has that fence and checks the word again before a caller sleeps,
+# so that no wake-up is lost.
 _CALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
 _NUMBER = _CALL_NUMBERS.get(platform.machine(), -1)
@@ -582,7 +576,13 @@ def _through_a_lock() -> None:
 
 
 fence: Callable[[], None] = (lambda: None) if platform.machine() == "x86_64" else _through_a_lock
-"""Orders earlier before later accesses, except an earlier store and a later load."""
+"""Orders earlier before later accesses, except an earlier store and a later load.
+
+x86-64 keeps stores in order and loads in order, which is sufficient for "write the data, then publish" and "see it
+published, then read the data". Other processors may reorder both; there a lock is released and acquired (C11 release
+and acquire on one object: earlier accesses stay before the release, later ones after the acquire, and the acquire stays
+after the release).
+"""
 
 
 OPEN, LEFT, BROKE, FAILED = 0, 1, 2, 3

@@ -51,8 +51,8 @@ class _Seat:
 
     world: World
     rank: int
+    # the number of groups of each name that this rank has created: a name may be reused after destruction
     made: dict[object, int] = dataclasses.field(default_factory=dict)
-    """The number of groups of each name that this rank has created: a name may be reused after destruction."""
 
 
 here = threading.local()

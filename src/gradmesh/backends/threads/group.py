@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from gradmesh._util.call_sites import ORIGINS, call_site, origin
@@ -27,8 +28,6 @@ from gradmesh.backends.own_group import (
 from gradmesh.backends.threads import rendezvous
 from gradmesh.backends.threads.rendezvous import Contribution, Exchange, Group, Receive, Waitable
 from gradmesh.errors import MismatchError
-
-__all__ = ["ThreadsGroup"]
 
 _Kernel = Callable[[list[Contribution]], None]
 
@@ -72,7 +71,7 @@ class _Work(OwnWork):
     _source_rank = source_rank
 
 
-def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor | None]:
+def _only_at(place: int, tensor: Tensor, size: int) -> list[Tensor | None]:
     return [tensor if i == place else None for i in range(size)]
 
 
@@ -116,8 +115,8 @@ class ThreadsGroup(OwnGroup):
         self,
         call: str,
         kernel: _Kernel,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         *,
         pieces: object = None,
         result: object = None,
@@ -131,8 +130,8 @@ class ThreadsGroup(OwnGroup):
     def _exchange(
         self,
         call: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         pieces: list[Exchange],
         result: object = None,
     ) -> OwnWork:
@@ -141,37 +140,29 @@ class ThreadsGroup(OwnGroup):
     # -- gradmesh's data path
 
     @override
-    def all_gather_flat(
-        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
-    ) -> None:
+    def all_gather_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         pieces = [Exchange([given] * self.count, self._equal(out))]
         self._direct("all_gather_single", rendezvous.exchange, out, given, pieces, call_check)
 
     @override
-    def reduce_scatter_flat(
-        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
-    ) -> None:
+    def reduce_scatter_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         kernel = functools.partial(rendezvous.reduce_scatter, op="SUM")
         pieces = [Exchange(self._equal(given), ())]
         self._direct("reduce_scatter_single(sum)", kernel, out, given, pieces, call_check)
 
     @override
-    def all_reduce_flat(
-        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
-    ) -> None:
+    def all_reduce_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         kernel = functools.partial(rendezvous.reduce, op="SUM", root=None)
         self._direct("all_reduce(sum)", kernel, out, given, None, call_check)
 
     @override
-    def reduce_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
-    ) -> None:
+    def reduce_flat(self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None) -> None:
         kernel = functools.partial(rendezvous.reduce, op="SUM", root=root)
         self._direct(f"reduce(sum, root {root})", kernel, out, given, None, call_check)
 
     @override
     def broadcast_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
+        self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
         gives = [given if self.place == root else None] * self.count
         pieces = [Exchange(gives, _only_at(root, out, self.count))]
@@ -180,8 +171,8 @@ class ThreadsGroup(OwnGroup):
     @override
     def exchange_flat(
         self,
-        out: torch.Tensor,
-        given: torch.Tensor,
+        out: Tensor,
+        given: Tensor,
         send: Sequence[int] | None = None,
         receive: Sequence[int] | None = None,
         call_check: CallCheck | None = None,
@@ -193,7 +184,7 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def relay_flat(
-        self, out: torch.Tensor, given: torch.Tensor, source: int | None, call_check: CallCheck | None = None
+        self, out: Tensor, given: Tensor, source: int | None, call_check: CallCheck | None = None
     ) -> None:
         self._direct("relay", rendezvous.relay, out, given, source, call_check)
 
@@ -209,8 +200,8 @@ class ThreadsGroup(OwnGroup):
         self,
         call: str,
         kernel: _Kernel,
-        out: torch.Tensor,
-        given: torch.Tensor,
+        out: Tensor,
+        given: Tensor,
         pieces: object,
         call_check: CallCheck | None,
     ) -> None:
@@ -224,7 +215,7 @@ class ThreadsGroup(OwnGroup):
                 raise
             raise part.call_check.refusal(list(meeting.words)) from None
 
-    def _equal(self, flat: torch.Tensor) -> Tensors:
+    def _equal(self, flat: Tensor) -> Tensors:
         return list(flat.view(self.count, flat.numel() // self.count).unbind(0))
 
     # -- reductions
@@ -295,7 +286,7 @@ class ThreadsGroup(OwnGroup):
     @override
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
         root = opts.rootRank
-        taken: Sequence[torch.Tensor | None] = [None] * self.count
+        taken: Sequence[Tensor | None] = [None] * self.count
         if self.place == root:
             taken = self._one_per_rank("gather", outputs[0])
         pieces = [Exchange(_only_at(root, inputs[0], self.count), taken)]
@@ -306,7 +297,7 @@ class ThreadsGroup(OwnGroup):
     @override
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
         root = opts.rootRank
-        given: Sequence[torch.Tensor | None] = [None] * self.count
+        given: Sequence[Tensor | None] = [None] * self.count
         if self.place == root:
             given = self._one_per_rank("scatter", inputs[0])
         pieces = [Exchange(given, _only_at(root, outputs[0], self.count))]
@@ -320,8 +311,8 @@ class ThreadsGroup(OwnGroup):
     @override
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
@@ -349,7 +340,7 @@ class ThreadsGroup(OwnGroup):
 
     # -- splitting tensors
 
-    def _slots(self, whole: torch.Tensor, piece: torch.Tensor) -> Tensors:
+    def _slots(self, whole: Tensor, piece: Tensor) -> Tensors:
         """Split a tensor (concatenated along dim 0, or stacked) into one view per rank with the shape of `piece`."""
         if whole.shape == (self.count, *piece.shape):
             return list(whole.unbind(0))
@@ -359,5 +350,5 @@ class ThreadsGroup(OwnGroup):
             return [slot.view(piece.shape) for slot in whole.view(self.count, -1)]
         raise self._not_one_piece_per_rank(whole, piece)
 
-    def _cut(self, tensor: torch.Tensor, splits: list[int]) -> Tensors:
+    def _cut(self, tensor: Tensor, splits: list[int]) -> Tensors:
         return list(tensor.split(self._split_sizes(tensor, splits)))

@@ -2,20 +2,11 @@
 
 Every rank posts its n-th call on a group into the group's n-th `Rendezvous`. If the contributions do not match, every
 rank raises an error that lists all calls with their lines. Point-to-point messages are copied and stored until they are
-received.
+received. A rank waits for one thing at a time. If no rank runs and nothing can complete, that is a deadlock, and every
+waiting rank raises an error that lists all pending calls.
 
-The interface with which a simulator observes, orders and delays the calls of thread ranks.
-A world may have an `Observer`, which intercepts every call: it may let other ranks run first, record the call, and
-delay its result. The base class does none of these.
-
-Waiting with deadlock detection: a world of threads tracks which ranks run and which wait.
-A rank waits for one thing at a time. If no rank runs and nothing can complete, that is a deadlock, and every waiting
-rank raises an error that lists all pending calls.
-
-The collectives, as functions of the tensors of all ranks.
-Pieces are moved between ranks, summed on their target rank, or tensors are summed on every rank. Contributions are
-processed in rank order, so that sums are bitwise reproducible. `Contribution.pieces` lists the tensors that a rank
-sends and receives.
+The collectives are functions of the contributions of all ranks, processed in rank order, so that sums are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -29,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._util.call_sites import Site, origin, seen_from
@@ -47,7 +39,10 @@ from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, Mismatch
 
 
 class Observer:
-    """Intercepts the calls of a world's ranks; each method is called in the rank's thread."""
+    """Intercepts the calls of a world's ranks; each method is called in the rank's thread.
+
+    A simulator's may let other ranks run first, record the call, and delay its result. This class does none of these.
+    """
 
     @property
     def lives(self) -> bool:
@@ -364,17 +359,16 @@ class Contribution:
     """One rank's contribution to a call: its name with root and reduce op, its tensors, and its call site."""
 
     call: str
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     site: Site
-    pieces: object = None
-    """The same tensors, split as the call's kernel needs them."""
-    call_check: CallCheck | None = None
-    """The signature that the ranks compare."""
+    pieces: object = (
+        None  # the tensors that the rank sends and receives, split as the call's kernel needs them
+    )
+    call_check: CallCheck | None = None  # the signature that the ranks compare
+    # describes the forward call, if this is its backward
     origin: Callable[[], str] | None = dataclasses.field(default_factory=origin)
-    """Describes the forward call, if this is its backward."""
-    direct: bool = False
-    """Whether the call comes from gradmesh's data path, not from torch.distributed."""
+    direct: bool = False  # whether the call comes from gradmesh's data path, not from torch.distributed
 
     def __str__(self) -> str:
         return show_call(self.call, self.inputs, self.outputs, self.site, self.origin)
@@ -388,8 +382,8 @@ class Rendezvous(Waitable):
         self.group = group
         self.number = number
         self.parts: dict[int, Contribution] = {}
+        # the descriptions of all ranks' calls after a mismatch, if all have a call check
         self.words: list[str] | None = None
-        """The descriptions of all ranks' calls after a mismatch, if all have a call check."""
 
     def needs(self) -> Iterable[int]:
         """The ranks that have not arrived."""
@@ -459,8 +453,7 @@ class Receive(Waitable):
         super().__init__(group.world)
         self.group, self.place, self.source, self.tag, self.part = group, place, source, tag, part
         self.came_from = -1
-        self.sent: Contribution | None = None
-        """The sender's call, once the message has arrived."""
+        self.sent: Contribution | None = None  # the sender's call, once the message has arrived
 
     def needs(self) -> Iterable[int]:
         """The sender."""
@@ -504,7 +497,7 @@ class Message:
 
     source: int
     tag: int
-    tensor: torch.Tensor
+    tensor: Tensor
     part: Contribution
 
 
@@ -613,7 +606,7 @@ class Group:
         return receive
 
 
-Pieces = Sequence[torch.Tensor | None]
+Pieces = Sequence[Tensor | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -624,13 +617,13 @@ class Exchange:
     take: Pieces
 
 
-def _fit(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _fit(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def write(output: torch.Tensor, value: torch.Tensor) -> None:
+def write(output: Tensor, value: Tensor) -> None:
     """Write a value into a user's tensor, for any layout and mode."""
     if output.layout is torch.sparse_coo:
         output.copy_(value.coalesce())  # without detach(), which would not change the original
@@ -703,7 +696,7 @@ def reduce_scatter(parts: list[Contribution], *, op: str) -> None:
             write(part.outputs[number], value)
 
 
-def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+def _same(of_ranks: Sequence[Sequence[Tensor]]) -> None:
     if len({len(tensors) for tensors in of_ranks}) > 1:
         raise Misfit("the ranks passed different numbers of tensors")
     for tensors in zip(*of_ranks, strict=True):
@@ -711,12 +704,12 @@ def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
             raise Misfit("the ranks passed tensors of different shapes or dtypes")
 
 
-def _reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _reduced(op: str, tensors: list[Tensor]) -> Tensor:
     total = functools.reduce(REDUCTIONS[op], tensors)
     if op != "AVG":
         return total
     return averaged(total.clone() if len(tensors) == 1 else total, len(tensors))
 
 
-def _show(tensor: torch.Tensor | None) -> str:
+def _show(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
