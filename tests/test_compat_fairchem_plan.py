@@ -15,7 +15,7 @@ from gradmesh.compat import fairchem as fc
 from gradmesh.compat.fairchem import PartitionStrategy
 from gradmesh.nn.graph import by_count, by_space
 from tests.test_compat_fairchem import graph_parallel, random
-from tools import replaced
+from tools.replaced import lines
 
 Ranks = Any
 
@@ -316,7 +316,7 @@ def test_the_exchange_is_compiled_whole(worlds: Any) -> None:
 # -- what is counted of the code that goes
 
 
-def test_replaced_lines_and_names_are_counted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_replaced_lines_and_names_are_counted(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "common/parallelism").mkdir(parents=True)
     (tmp_path / "models").mkdir()
     (tmp_path / "common/gp_utils.py").write_text(
@@ -329,16 +329,15 @@ def test_replaced_lines_and_names_are_counted(tmp_path: Path, monkeypatch: Any, 
         "gp_utils.initialized()\n"
     )
     (tmp_path / "models/a.py").write_text(model.format("all_to_all_collect, GPContext"))
-    files = replaced.counted(tmp_path)
+    files = lines.counted(tmp_path)
     assert [(each.path, each.lines, each.code) for each in files] == [
         ("common/gp_utils.py", 10, 4),
         ("common/parallelism/a.py", 1, 1),
     ]
     assert files[1].blob == "a003ef79b149"  # as git hash-object says
-    assert set(replaced.names_used(tmp_path)) == {"initialized", "all_to_all_collect", "GPContext"}
-    monkeypatch.setattr("sys.argv", ["replaced", str(tmp_path)])
-    assert replaced.main() == 0
+    assert set(lines.names_used(tmp_path)) == {"initialized", "all_to_all_collect", "GPContext"}
+    assert lines.show(tmp_path) == 0
     assert "3 names are used in 1 other files; missing: none" in capsys.readouterr().out
     (tmp_path / "models/b.py").write_text(model.format("symm_halo_collect"))
-    assert replaced.main() == 1
+    assert lines.show(tmp_path) == 1
     assert "missing: symm_halo_collect" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-MOST_FILES, MOST_LINES = 180, 62_990
+MOST_FILES, MOST_LINES = 180, 62_750
 SOURCE = Path(__file__).parent.parent / "src"
 
 
