@@ -57,6 +57,7 @@ from gradmesh.backends.own_group import (
     timeout_of_group,
     unresponsive,
 )
+from gradmesh.backends.shm import data_path
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.shm.shared_memory import Segment, host_name
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError
@@ -410,13 +411,11 @@ class HostsGroup(FlatGroup):
 
     # -- movements
 
-    def _inside(
-        self, call: _Call, outs: Sequence[Tensor], *movements: Callable[[ShmGroup, Any], Steps]
-    ) -> OwnWork:
+    def _inside(self, call: _Call, outs: Sequence[Tensor], *movements: Callable[[Any], Steps]) -> OwnWork:
         """Movements among the ranks of this host, one after the other."""
         inner: Any = self._inner
         steps = [
-            movement(inner, inner._call(call.kind, call.shown, *call.numbers, at))
+            movement(inner._call(call.kind, call.shown, *call.numbers, at))
             for at, movement in enumerate(movements)
         ]
         work: OwnWork = inner._begin(call.shown, itertools.chain.from_iterable(steps), None, outs)
@@ -442,7 +441,7 @@ class HostsGroup(FlatGroup):
             call,
             taken,
             *(
-                partial(ShmGroup._all_gather_lists, taken=[taken[rank] for rank in ranks], given=mine)
+                partial(data_path.all_gather_lists, taken=[taken[rank] for rank in ranks], given=mine)
                 for ranks, mine in zip(self.where.ranks, of_rail, strict=True)
             ),
         )
@@ -460,7 +459,7 @@ class HostsGroup(FlatGroup):
             [inside],
             *(
                 partial(
-                    ShmGroup._reduce_scatter, out=row, given=[given[rank] for rank in ranks], op=_summed(op)
+                    data_path.reduce_scatter, out=row, given=[given[rank] for rank in ranks], op=_summed(op)
                 )
                 for ranks, row in zip(self.where.ranks, inside.unbind(0), strict=True)
             ),
@@ -486,7 +485,7 @@ class HostsGroup(FlatGroup):
             parts = piece.view(lanes, -1).unbind(0)
             mine = torch.empty_like(parts[0])
             yield self._inside(
-                call, [mine], partial(ShmGroup._reduce_scatter, out=mine, given=parts, op=_summed(op))
+                call, [mine], partial(data_path.reduce_scatter, out=mine, given=parts, op=_summed(op))
             )
             rail = self._over_the_rail(mine, _summed(op))
             started.append((parts, mine, rail, next(rail)))  # goes on while the next piece is added
@@ -494,7 +493,7 @@ class HostsGroup(FlatGroup):
             yield sending
             yield from rail
             self._averaged(op, mine)
-            yield self._inside(call, parts, partial(ShmGroup._all_gather_lists, taken=parts, given=mine))
+            yield self._inside(call, parts, partial(data_path.all_gather_lists, taken=parts, given=mine))
         if missing:
             flat.copy_(whole[: flat.numel()])
 
@@ -521,7 +520,7 @@ class HostsGroup(FlatGroup):
             yield self._inside(
                 call,
                 [partial_sum],
-                partial(ShmGroup._reduce, out=partial_sum, given=given, op=_summed(op), root=lane),
+                partial(data_path.reduce, out=partial_sum, given=given, op=_summed(op), root=lane),
             )
             if lane != self.where.lane:
                 return
@@ -542,7 +541,7 @@ class HostsGroup(FlatGroup):
         host, lane = self.where.find(root)
         if lane == self.where.lane:
             yield _broadcast(self._rail, flat, host)
-        yield self._inside(call, [flat], partial(ShmGroup._broadcast, flat=flat, root=lane))
+        yield self._inside(call, [flat], partial(data_path.broadcast, out=flat, given=flat, root=lane))
 
     @override
     def _barrier(self, call: _Call) -> Steps:

@@ -110,12 +110,13 @@ class Sizes:
             self._refuse(op, dim, expected, got)
 
     def _refuse(self, op: Op, dim: int, expected: int, got: int) -> NoReturn:
+        name = "concat_sizes" if op.verb == "all_to_all" else "sizes"
         op.fail(
             f"dim {dim} of the operand does not match sizes on this rank",
-            expected=f"size {expected}, from sizes={self.each}",
+            expected=f"size {expected}, from {name}={self.each}",
             got=f"size {got}",
-            remedy=f"pass the actual sizes, such as sizes={self._with(op.axis.rank, got)} if the others are right, or "
-            'sizes="auto" to exchange them',
+            remedy=f"pass the actual sizes, such as {name}={self._with(op.axis.rank, got)} if the others are right, or "
+            f'{name}="auto" to exchange them',
         )
 
     def _with(self, rank: int, size: int) -> tuple[int, ...]:
@@ -127,7 +128,8 @@ class Sizes:
 
 def _example(op: Op, total: int) -> str:
     """A valid argument, for error messages."""
-    name = {"all_to_all": "split_sizes", "reduce_scatter": 'sizes="balanced" or sizes'}.get(op.verb, "sizes")
+    argument = "split_sizes" if op.verb == "all_to_all" else "sizes"
+    name = f'{argument}="balanced" or {argument}' if op.verb in ("all_to_all", "reduce_scatter") else argument
     return f"{name}={balanced(total, op.axis.size)}, the balanced split of {total} over {op.axis.size} ranks"
 
 

@@ -23,7 +23,7 @@ import threading
 import warnings
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -602,6 +602,8 @@ _CALL = re.compile(r"(\w+)\((.*?)\) of (\w+)\[([\d, ]*)\]")
 _QUERIES = re.compile(
     r"made of nn\.ulysses_attention\(.*, sizes=equal.*\), query_sizes=\((\d+)(?:, \1)*\) with "
 )
+_HALOS = re.compile(r"halo_exchange\(.*sizes=\((\d+)(?:, \1)*\)")
+"""The call of a halo exchange without sizes, which takes this rank's size for all."""
 _PLACES = re.compile(r" at \S+:\d+ in \S+")
 
 
@@ -612,9 +614,10 @@ def _preceding(said: str) -> str:
 
 def _remedy(words: Sequence[str]) -> str:
     """The remedy for calls that differ."""
-    if len(queries := [found[1] for found in map(_QUERIES.search, words) if found]) == len(words):
-        each = tuple(map(int, queries))
-        return f'if the sizes differ on purpose, pass sizes="auto" or sizes={each}; otherwise make them equal'
+    for pattern in (_QUERIES, _HALOS):
+        own = [found[1] for found in map(pattern.search, words) if found]
+        if len(own) == len(words) and len(set(own)) > 1:
+            return _if_uneven("sizes", map(int, own))
     calls = [found.groups() for found in map(_CALL.match, words) if found is not None]
     if len(calls) < len(words):  # a call without an operand, or an error on some rank
         return "fix the error reported above, or make the same call on every rank"
@@ -638,8 +641,16 @@ def _remedy(words: Sequence[str]) -> str:
         each = tuple(one[differ[0]] for one in sizes)
         if verbs <= {"reduce_scatter", "shard"}:
             return f"pass a tensor of the same size along dim {differ[0]} on every rank"
-        return f'if the sizes differ on purpose, pass sizes="auto" or sizes={each}; otherwise make them equal'
+        return _if_uneven("sizes", each)
+    joined = re.search(r"\bconcat_dim=(\d+)", text)
+    if "concat_sizes=equal" in text and joined is not None and differ == [int(joined[1])]:
+        return _if_uneven("concat_sizes", (one[differ[0]] for one in sizes))
     return "pass tensors of the same shape on every rank"
+
+
+def _if_uneven(name: str, sizes: Iterable[int]) -> str:
+    each = tuple(sizes)
+    return f'if the sizes differ on purpose, pass {name}="auto" or {name}={each}; otherwise make them equal'
 
 
 _BACKWARD_STATUS = {

@@ -362,12 +362,23 @@ class Call:
         size, ranks = self.x.shape[dim], self.axis.size
         return balanced(size, ranks) if whole else (size,) * ranks
 
-    def whole_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
+    def whole_sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
         """Each rank's slice of an operand that is whole along `dim` on every rank."""
         if not (isinstance(sizes, str) and sizes == "balanced"):
-            return self.sizes(self.not_auto(sizes, dim), dim)
+            return self.sizes(self.not_auto(sizes, dim, name), dim, name)
         total, ranks = self.x.shape[dim], self.axis.size
         return Sizes.balanced(total, ranks) if total % ranks else EQUAL
+
+    def concat_sizes(self, sizes: SizesLike, split: int, dim: int) -> Sizes:
+        """The sizes of the parts that an all-to-all joins; each rank has one of them if the dims differ."""
+        if isinstance(sizes, str) and split == dim:
+            self.fail(
+                "concat_sizes are not exchanged where split_dim and concat_dim are one",
+                expected=f"{self.axis.size} ints or None",
+                got=f"concat_sizes={sizes!r}",
+                remedy="pass the size of the part from each rank: what that rank passes for this one in split_sizes",
+            )
+        return self.sizes(sizes, dim, "concat_sizes")
 
     def explicit_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
         """As `sizes`; None: this rank's size for all ranks."""
@@ -377,7 +388,7 @@ class Call:
     def not_auto(self, sizes: SizesLike, dim: int, name: str = "sizes") -> SizesLike:
         """Sizes for a verb whose operand is whole on every rank, so that "auto" has no meaning."""
         if isinstance(sizes, str):
-            cuts = self.verb in _CUTTING
+            cuts = self.verb in _CUTTING or name == "split_sizes"
             example = f"the size of each rank's slice, such as {name}={self._example(dim, whole=True)}"
             self.fail(
                 f"{self.verb} does not support {name}={sizes!r}, because every rank holds the whole operand",

@@ -394,8 +394,8 @@ def all_to_all(
     *,
     split_dim: DimLike = 0,
     concat_dim: DimLike = 0,
-    split_sizes: Sequence[int] | None = None,
-    concat_sizes: Sequence[int] | None = None,
+    split_sizes: Sequence[int] | Literal["balanced"] | None = None,
+    concat_sizes: Sequence[int] | Literal["auto"] | None = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
@@ -411,8 +411,8 @@ def all_to_all(
     *,
     split_dim: DimLike = 0,
     concat_dim: DimLike = 0,
-    split_sizes: Sequence[int] | None = None,
-    concat_sizes: Sequence[int] | None = None,
+    split_sizes: Sequence[int] | Literal["balanced"] | None = None,
+    concat_sizes: Sequence[int] | Literal["auto"] | None = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
@@ -433,8 +433,9 @@ def all_to_all(
         x: this rank's parts for all ranks.
         split_dim: the tensor dimension to split.
         concat_dim: the tensor dimension to concatenate along.
-        split_sizes: the size of the part for each rank; None: equal parts.
-        concat_sizes: the size of the part from each rank along `concat_dim`; None: equal parts.
+        split_sizes: the size of the part for each rank; "balanced": the first ranks get one more; None: equal parts.
+        concat_sizes: the size of the part from each rank along `concat_dim`; None: equal parts. If the dims differ,
+            this is each rank's size along it, and "auto" exchanges these.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.verbs.collectives`.
 
     Raises:
@@ -448,8 +449,8 @@ def all_to_all(
     """
     call = Call("all_to_all", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
-    send = call.sizes(call.not_auto(split_sizes, cut, "split_sizes"), cut, "split_sizes")
-    receive = call.sizes(call.not_auto(concat_sizes, join, "concat_sizes"), join, "concat_sizes")
+    send = call.whole_sizes(split_sizes, cut, "split_sizes")
+    receive = call.concat_sizes(concat_sizes, cut, join)
     return call.run(call.op(AllToAll, cut, join, send, receive), x)
 
 
