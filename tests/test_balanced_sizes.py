@@ -79,3 +79,71 @@ def test_shards_that_are_not_balanced_raise_on_every_rank(threads: Ranks) -> Non
 def test_shards_that_are_not_balanced_raise_on_every_process(backend: str) -> None:
     for text in gm.launch(not_balanced, 3, backend=backend, timeout=60):
         assert "sizes=(3, 4, 3)" in text
+
+
+def resharded(rows: int, columns: int) -> list[Tensor]:
+    """From rows to columns and back, and the gradient of a loss that differs between ranks."""
+    rank = gm.rank()
+    source = torch.Generator().manual_seed(3)
+    full = torch.randn(rows, 2, columns, dtype=torch.float64, generator=source)
+    x = gm.shard(full, sizes="balanced").detach().requires_grad_()
+    y = gm.all_to_all(x, split_dim=2, concat_dim=0, split_sizes="balanced", concat_sizes="auto")
+    back = gm.all_to_all(y, split_dim=0, concat_dim=2, split_sizes="balanced", concat_sizes="auto")
+    (grad,) = torch.autograd.grad(((1 + rank) * y**2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((grad**3).sum(), x)
+    return [full, x.detach(), y.detach(), back.detach(), grad.detach(), second]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 7), (6, 3), (1, 2), (0, 4), (4, 0)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_exchange_between_dims_cuts_in_balance_and_asks_for_the_sizes_that_it_joins(
+    rows: int, columns: int, size: int, threads: Ranks
+) -> None:
+    results = threads(size)(resharded, rows, columns)
+    sizes = [columns // size + (rank < columns % size) for rank in range(size)]
+    factors = torch.cat([torch.full((n,), 2.0 + 2 * rank) for rank, n in enumerate(sizes)]).double()
+    for rank, (full, x, y, back, grad, second) in enumerate(results):
+        torch.testing.assert_close(y, full.split(sizes, 2)[rank])
+        torch.testing.assert_close(back, x)
+        torch.testing.assert_close(grad, factors * x)
+        torch.testing.assert_close(second, 3 * factors * (factors * x) ** 2)
+
+
+def test_sizes_of_an_exchange_along_one_dim_are_not_asked_for(threads: Ranks) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.ArgumentError, match="split_dim and concat_dim are one") as caught:
+            gm.all_to_all(torch.ones(4), concat_sizes="auto")
+        return str(caught.value)
+
+    assert all(
+        "what that rank passes for this one in split_sizes" in text for text in threads(2)(on_each_rank)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (
+            lambda x: gm.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=(3, 2)),
+            'concat_sizes="auto" or concat_sizes=(2, 3)',
+        ),
+        (
+            lambda x: gm.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=(3, 2), concat_sizes=(3, 2)),
+            "concat_sizes=(2, 2) if the others are right",
+        ),
+        (
+            lambda x: gm.all_to_all(x, split_dim=2, concat_dim=1),
+            'split_sizes="balanced" or split_sizes=(3, 2)',
+        ),
+        (lambda x: gm.halo_exchange(x, dim=1), 'sizes="auto" or sizes=(2, 3)'),
+    ],
+)
+def test_the_remedy_for_uneven_shards_names_the_argument_that_takes_their_sizes(
+    call: Callable[[Tensor], Tensor], remedy: str, threads: Ranks
+) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.GradmeshError) as caught:
+            call(torch.zeros(1, 2 + gm.rank(), 5))
+        return str(caught.value)
+
+    assert any(remedy in text for text in threads(2)(on_each_rank))

@@ -47,7 +47,8 @@ _ALL = (
         "The parameter enters each rank's part of the objective, so its gradient is the sum of the ranks' parts. "
         "Without the sum every rank steps along its own part: the copies differ after the first step, and no copy is "
         "the model that was meant. The usual places are a norm's weight under sequence parallelism, whose ranks see "
-        "different tokens, an expert's bias, a router, and a module beside the one that DDP wraps.",
+        "different tokens, an expert's bias, a router, and a module beside the one that DDP wraps. Shards of a larger "
+        "parameter that every rank draws from one seed look the same: seed the ranks apart.",
         "Sum the gradient over these ranks before the optimizer step, dist.all_reduce(p.grad) or a hook that does "
         "it, or let the parameter enter through an operation whose backward is that sum.",
     ),

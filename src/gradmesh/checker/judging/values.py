@@ -130,6 +130,8 @@ def statistics(context: Context) -> list[Finding]:
                     said = f"{name} takes no gradient, and differs between ranks of one model, whose loss depends on it"
                 said += f": {held_on(name, list(zip(ranks, own, strict=True)))}"
                 at, by_hand = _written_at(context, ranks[0], name)
+                if name in buffers and at < 0:
+                    continue  # nothing writes it: it may be a rank's shard of a constant
                 remedy = _OF_FROZEN if name in frozen else _BY_HAND if by_hand else ""
                 return [finding("GM203", said, context.place(ranks[0], at), None, ranks, name, remedy)]
     return []
