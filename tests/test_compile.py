@@ -64,6 +64,12 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
         send_rows=PICKED[gm.axis("tp").rank],
         receive_counts=({1: 1}, {0: 2, 1: 3})[gm.axis("tp").rank],
     ),
+    "all_gather, sizes asked for": lambda x: gm.all_gather(
+        x[: 3 + gm.axis("tp").rank].t().contiguous(), "tp", dim=1, sizes="auto"
+    ),
+    "all_to_all, sizes asked for": lambda x: gm.all_to_all(
+        x[: 3 + gm.axis("tp").rank], "tp", split_dim=1, concat_dim=0, concat_sizes="auto"
+    ),
     "shift, two at once": lambda x: torch.stack(gm.shift((x, 2 * x), "tp")),
     "all_gather, two at once": lambda x: torch.cat(
         [t.reshape(-1) for t in gm.all_gather((x, x[0]), "tp", dim=-1)]
@@ -110,7 +116,8 @@ OF_EACH_KIND = [
     "all_to_all, uneven",
     "reduce",
     "scatter",
-    "halo_exchange",
+    "all_gather, sizes asked for",
+    "all_to_all, sizes asked for",
     "neighbor_all_to_all",
     "mean, two at once",
     "exscan",
@@ -132,6 +139,33 @@ OF_INDUCTOR = ["all_gather, nothing on a rank", "max"]
 )
 def test_a_compiled_verb_is_the_eager_one(backend: str, names: list[str], compiling: Processes) -> None:
     assert compiling(2)(compare, backend, names) == [{}, {}]
+
+
+def asked_for_outside() -> list[str]:
+    """What a compiler says to sizes on which the program itself would depend; and whether it is right outside of it."""
+    gm.mesh(tp=-1)
+    said = []
+    for verb in (
+        lambda x: gm.halo_exchange(x, "tp", halo=1, sizes="auto"),
+        lambda x: gm.all_gather(x.t(), "tp", dim=1, sizes="auto"),
+    ):
+        x = torch.randn(3 + gm.axis("tp").rank, 2, dtype=torch.float64)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(verb, backend="aot_eager")(x), verb(x))
+        torch._dynamo.reset()
+        try:
+            torch.compile(verb, backend="aot_eager", fullgraph=True)(x)
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.processes
+def test_sizes_on_which_a_program_would_depend_are_asked_for_outside_of_it(compiling: Processes) -> None:
+    for said in compiling(2)(asked_for_outside):
+        assert len(said) == 2
+        assert "use explicit sizes, or call the verb outside of the compiled function" in said[0]
+        assert "use x.contiguous()" in said[1]
 
 
 def changing_sizes() -> list[bool]:

@@ -330,6 +330,13 @@ class Call:
         if sizes is None:
             return EQUAL
         if isinstance(sizes, str) and sizes in ("auto", "balanced"):
+            # What is sent, or how the result lies in memory, would depend on numbers that a compiler does not know.
+            if self.verb == "halo_exchange":
+                self.refuse_compiled("the sizes of a halo exchange cannot be exchanged", "explicit sizes")
+            elif not self.x.is_contiguous():
+                self.refuse_compiled(
+                    "the sizes of an operand with gaps cannot be exchanged", "x.contiguous()"
+                )
             found = self.exchanged_sizes(self.x.shape[dim])
             if sizes == "balanced":
                 split = Sizes.balanced(found.total, self.axis.size)
@@ -414,7 +421,9 @@ class Call:
         # A regular op, so that it is checked and torch.func transforms do not see the numbers.
         mine = constants([own], exchange_device(self.axis, self.x), torch.int64)
         found = rule.apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
-        return Sizes(tuple(to_list(found)))
+        each = to_list(found)
+        each[self.axis.rank] = own  # which a compiler knows, where it does not know the others' numbers
+        return Sizes(tuple(each))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
