@@ -201,3 +201,21 @@ def test_rows_that_are_not_one_number_for_each_rank_are_refused(rows: Any) -> No
     axis = gm.Axis("any", 1, 3, None)  # type: ignore[arg-type]
     with pytest.raises(gm.ArgumentError, match=r"gradmesh.Axis.offset(.|\n)*3 ints of 0 or more"):
         axis.offset(rows)
+
+
+def test_the_group_of_another_rank_that_threads_share_is_refused(threads: Threads) -> None:
+    shared: list[dist.ProcessGroup] = []
+
+    def on_each_rank() -> float:
+        own = dist.new_group([0, 1])
+        assert isinstance(own, dist.ProcessGroup)
+        assert gm.all_reduce(torch.ones(1), own, dst=gm.I).item() == 2
+        if gm.rank() == 0:
+            shared.append(own)  # as a global of a module
+        dist.barrier()
+        if gm.rank():
+            with pytest.raises(gm.AxisError, match=r'(?s)the object of another rank.*backend="shm"'):
+                gm.all_reduce(torch.ones(1), shared[0], dst=gm.I)
+        return gm.all_reduce(torch.ones(1), own, dst=gm.I).item()
+
+    assert threads(2)(on_each_rank) == [2.0, 2.0]

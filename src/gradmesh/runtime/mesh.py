@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradmesh._torch import compiling, constant_to_compilers, default_group
+from gradmesh._torch.threads import of_thread
 from gradmesh._util.call_sites import install_excepthook
 from gradmesh.errors import ArgumentError, AxisError, NotInitializedError
 from gradmesh.ops.sizes import balanced
@@ -405,6 +406,15 @@ def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
     kept = None if compiling() else getattr(group, "kept", None)
     if kept is None:  # a group of another package keeps nothing
         return Axis(name, group.rank(), group.size(), group)
+    made_in = getattr(group, "made_in", None)
+    if made_in is not None and getattr(of_thread, "world", made_in) is not made_in:
+        raise AxisError.of(
+            "the process group is the object of another rank",
+            op="axis",
+            expected="the group that this rank has made",
+            got=f"that of place {group.rank()}, found in what threads share, such as a global of a module",
+            remedy='run the ranks as processes, backend="shm", or keep a group for each rank',
+        )
     found: Axis | None = kept.get((Axis, name))
     if found is None:
         found = kept[Axis, name] = Axis(name, group.rank(), group.size(), group)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradmesh._torch.threads import of_thread
 from gradmesh._util.call_sites import ORIGINS, call_site, origin
 from gradmesh.backends.own_group import (
     CallCheck,
@@ -86,6 +87,8 @@ class ThreadsGroup(OwnGroup):
     def __init__(self, shared: Group, place: int, timeout: datetime.timedelta) -> None:
         super().__init__(shared.name, place, len(shared.ranks), timeout)
         self.shared = shared
+        self.made_in = getattr(of_thread, "world", None)
+        """The torch.distributed world of the rank that has made it, if that is a rank's thread."""
 
     # -- torch's interface
 
