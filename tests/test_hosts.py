@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +39,11 @@ def environment(rank: int, ranks: int, address: str, port: int) -> dict[str, str
 def ended(processes: list[subprocess.Popen[str]]) -> Done:
     """The ranks, when they have ended."""
     try:
-        return [(process.wait(timeout=200), *process.communicate()) for process in processes]
+        with ThreadPoolExecutor(
+            len(processes)
+        ) as readers:  # a rank whose pipe is full would hold the others up
+            said = list(readers.map(lambda process: process.communicate(timeout=200), processes))
+        return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
     finally:
         for process in processes:
             process.kill()
@@ -76,6 +81,7 @@ def run() -> Callable[..., Done]:
 RIGHT = (
     "layouts",
     "calls",
+    "averages",
     "lists",
     "in_place",
     "inference",
@@ -114,9 +120,9 @@ def test_random_calls_over_hosts_are_those_of_one_process(seed: int, ranks: int,
         assert f"calls is right on rank {rank}" in printed, errors
 
 
-@pytest.mark.parametrize("numbers", ["10", "100000"])
-def test_a_rank_that_is_killed_is_named_on_every_host(numbers: str) -> None:
-    outcomes = started(4, 2, ("lost",), LOST="3", NUMBERS=numbers)
+@pytest.mark.parametrize(("numbers", "after"), [("10", "0"), ("100000", "0"), ("20000000", "0.5")])
+def test_a_rank_that_is_killed_is_named_on_every_host(numbers: str, after: str) -> None:
+    outcomes = started(4, 2, ("lost",), LOST="3", NUMBERS=numbers, AFTER=after)
     for _, printed, errors in outcomes[:3]:
         assert "lost is right" in printed, errors
     assert outcomes[3][0] == -9
@@ -149,6 +155,7 @@ def test_two_hosts_with_two_ranks_each_take_the_backend_and_one_that_is_lost_is_
                         **environment(rank, 4, hosts.address(0), 29417),
                         "BACKEND": "auto",
                         "GROUP_WORLD_SIZE": "2",
+                        "AFTER": "0",
                         "LOST": "2,3",
                         "NUMBERS": "100000",
                     }

@@ -147,6 +147,22 @@ def test_packets_between_hosts_are_delayed_and_counted() -> None:
     assert not [name for name in names if name in left]
 
 
+def test_the_cost_model_has_the_bytes_and_nearly_the_trips_that_were_measured() -> None:
+    rows = [line.split("|")[1:-1] for line in hosts_benchmark.PAGE.read_text().splitlines() if "iB |" in line]
+    sizes = {"4 B": 4, "64 KiB": 65536, "4 MiB": 4 << 20}
+    compared = 0
+    for hosts, verb, size, way, measured, *_ in ([cell.strip() for cell in row] for row in rows):
+        model = hosts_benchmark.predicted(verb, way, sizes.get(size, 0), int(hosts))
+        if model is None or "ms" in measured:
+            continue
+        trips, _, count = measured.partition(", ")
+        number, unit = count.replace(",", "").split()
+        assert float(number) * {"B": 1, "KiB": 1024}[unit] == pytest.approx(model["bytes"], rel=0.02)
+        assert float(trips) == pytest.approx(model["trips"], abs=3.1 if size == "4 MiB" else 1.8)
+        compared += 1
+    assert compared > 80
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_cost_model_has_the_trips_and_bytes_of_calls_between_hosts(tmp_path: Path) -> None:

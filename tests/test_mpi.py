@@ -51,6 +51,7 @@ def run() -> Callable[..., Done]:
 
 RIGHT = (
     "calls",
+    "averages",
     "lists",
     "in_place",
     "inference",

@@ -556,6 +556,7 @@ class HostsGroup(FlatGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
+        self._check_alive(lambda: "monitored_barrier")
         if timeout is None:
             timeout = datetime.timedelta(seconds=self.timeout)
         self._flat.monitored_barrier(timeout, wait_all_ranks)

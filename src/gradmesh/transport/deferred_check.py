@@ -184,16 +184,13 @@ class Log:
         if peer is not None:
             self.members = [self.members[end] for end in sorted((axis.rank, peer))]
         self.axis = str(axis)
-        self.entries: list[
-            OpCallCheck
-        ] = []  # the calls' checks, in order; those that were compared are removed
+        # the calls' checks, in order; those that were compared are removed
+        self.entries: list[OpCallCheck] = []
         self.numbers = array("q")  # what is sent of each of them: digest, flags, and checksum of the counts
         self.first = 0  # how many were removed
         self.posted = 0  # how many were sent to the hub
         self.made = 0  # how many were made
-        self.awaited = (
-            0  # how many of these are compared before a step: of messages all up to the last `recv`
-        )
+        self.awaited = 0  # how many of these a step waits for: of messages all up to the last `recv`
         self.ahead = 0  # how many are compared before the next one is made
         self.known = False  # whether the hub has the log
         self.last: OpCallCheck | None = None  # the last call

@@ -102,9 +102,8 @@ def _unattended() -> list[Engine]:
 
 
 def _poll_unattended() -> None:
-    for (
-        engine
-    ) in _unattended():  # not in the progress thread's loop, whose variables would keep the last group
+    # A function of its own: the variables of the progress thread's loop would keep the last group.
+    for engine in _unattended():
         with contextlib.suppress(Exception):  # the waiter of the call gets the error
             engine.poll()
 

@@ -362,9 +362,7 @@ class Contribution:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     site: Site
-    pieces: object = (
-        None  # the tensors that the rank sends and receives, split as the call's kernel needs them
-    )
+    pieces: object = None  # the tensors that the rank sends and receives, as the call's kernel needs them
     call_check: CallCheck | None = None  # the signature that the ranks compare
     # describes the forward call, if this is its backward
     origin: Callable[[], str] | None = dataclasses.field(default_factory=origin)
