@@ -7,6 +7,9 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The tests are compiled once, not by each worker and each rank that imports them.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Built by the installation, where there is a compiler.
+NATIVE := hatch_build.py src/gradmesh/backends/shm/native.c
+
 .PHONY: demo test quick gpu torch python lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
@@ -86,17 +89,17 @@ attack-jax: .venv/ready .venv-jax/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt
 	touch $@
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-.venv-py%/ready: pyproject.toml constraints.txt
+.venv-py%/ready: pyproject.toml constraints.txt $(NATIVE)
 	python$* -m venv .venv-py$*
 	.venv-py$*/bin/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-.venv-%/ready: pyproject.toml constraints.txt
+.venv-%/ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv-$*
 	grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/pip install --quiet --constraint .venv-$*/constraints.txt --editable ".[dev]" torch==$*

@@ -129,6 +129,13 @@ SHM_CHUNK = Variable(
     meaning="chunk size in bytes of messages of the shm backend; the value on rank 0 is used",
     parse=_chunk,
 )
+SHM_NATIVE = Variable(
+    "GRADMESH_SHM_NATIVE",
+    default="1",
+    expected="0 or 1",
+    meaning="whether the shm backend uses its data path in C, if the installation has it; ranks may differ",
+    parse=("0", "1").index,
+)
 TRACEBACK = Variable(
     "GRADMESH_TRACEBACK",
     default="short",
@@ -138,7 +145,7 @@ TRACEBACK = Variable(
     parse=("short", "full").index,
 )
 
-VARIABLES: tuple[Variable[Any], ...] = (CHECK, HANG, HOST, RECYCLE, SHM_CHUNK, TRACEBACK)
+VARIABLES: tuple[Variable[Any], ...] = (CHECK, HANG, HOST, RECYCLE, SHM_CHUNK, SHM_NATIVE, TRACEBACK)
 
 
 def table() -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh import _torch
+from gradmesh._util.environment import SHM_NATIVE
 from gradmesh.backends.own_group import (
     DTYPE_NUMBER,
     FLAGS,
@@ -27,12 +28,17 @@ from gradmesh.backends.own_group import (
     OwnGroup,
     Shown,
     Steps,
-    facts,
     fold,
     reducible,
     refusal,
 )
-from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep
+from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep, unfinished
+from gradmesh.backends.shm.shared_memory import Segment
+
+try:
+    from gradmesh.backends.shm import _native
+except ImportError:  # it was built without a C compiler
+    _native = None
 
 _SHARED_WORK = 1 << 16
 """Minimum bytes per rank for which more than two ranks divide the work of a sum, which needs an additional epoch."""
@@ -126,14 +132,11 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
             fold(op, slots.rows, part)
             continue
         share = -(-(end - start) // size)
-        mine = [row[rank * share : (rank + 1) * share] for row in slots.rows]
-        # No other rank reads or writes this part of the local chunk in the first epoch.
-        result = torch.empty_like(mine[0]) if rank > 1 else mine[rank]
-        fold(op, mine, result)
-        if rank > 1:
-            mine[rank].copy_(result)
+        results = call.slots(given.dtype, end - start)
+        mine = slice(rank * share, (rank + 1) * share)
+        fold(op, [row[mine] for row in slots.rows], results.rows[rank][mine])
         yield from call.meet()
-        for owner, row in enumerate(slots.rows):
+        for owner, row in enumerate(results.rows):
             ready = slice(owner * share, (owner + 1) * share)
             part[ready].copy_(row[ready])
 
@@ -182,7 +185,7 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
     call.counts([piece.numel() for piece in (*given, *taken)])
     start, windows, offsets = 0, 1, [0] * size
     while windows:
-        slots = call.slots(dtype, width)
+        slots = call.slots(dtype, width, even=False)
         if not call.opened:
             write_stream(slots.rows[rank], stream, start)
         opening = not call.agreed
@@ -222,7 +225,7 @@ def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
     call.counts([given.numel(), size if source is None else source, out.numel()])
     start, windows = 0, 1
     while windows:
-        slots = call.slots(given.dtype, width)
+        slots = call.slots(given.dtype, width, even=False)
         if not call.opened:
             write_stream(slots.rows[rank], [given], start)
         opening = not call.agreed
@@ -273,64 +276,20 @@ def read_stream(row: Tensor, out: Tensor, at: int) -> None:
 
 
 class Primitive(NamedTuple):
-    """One kind of call: its implementation for a single window, and in general.
-
-    The functions take the epochs of the group, the output, the input, and the call's additional argument: its root,
-    counts or source, which replaces `{}` in `shown`.
-    """
+    """One kind of call. `steps` takes the output, the input, and the call's root, counts or source, `{}` in `shown`."""
 
     name: str
     shown: str
-    elements: Callable[[Lockstep, Tensor, Tensor, Any], int]
-    """The elements of a chunk that it needs on this rank; -1 if it needs several windows."""
-    write: Callable[[Lockstep, Tensor, Tensor, Any], None]
-    read: Callable[[Lockstep, Tensor, Tensor, Any], bool]
-    """False if the counts do not match or need several windows."""
+    number: int
+    """The number of the call in native.c."""
     steps: Callable[[Call, Tensor, Tensor, Any], Steps]
 
 
-def _all_given(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
-    return given.numel()
-
-
-def _all_out(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
-    return out.numel()
-
-
-def _write_all(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:  # noqa: ARG001
-    lockstep.chunks(given.dtype, given.numel()).rows[lockstep.rank].copy_(given)
-
-
-# -- all_gather
-
-
-def _read_gathered(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
-    # One call of torch; a copy would need a view of `out` first.
-    torch.cat(lockstep.chunks(given.dtype, given.numel()).rows, out=out)
-    return True
+Counts = tuple[Sequence[int], Sequence[int]]
 
 
 def _all_gather(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
     return all_gather(call, out.view(call.lockstep.size, given.numel()), given)
-
-
-ALL_GATHER = Primitive("all_gather_single", "all_gather", _all_given, _write_all, _read_gathered, _all_gather)
-
-
-# -- all_reduce and reduce
-
-
-def _unless_shared(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
-    return -1 if shares_work(lockstep.size, given) else given.numel()
-
-
-def _read_sum(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
-    fold("SUM", lockstep.chunks(given.dtype, given.numel()).rows, out)
-    return True
-
-
-def _read_sum_at_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> bool:
-    return lockstep.rank != root or _read_sum(lockstep, out, given, root)
 
 
 def _all_reduce(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
@@ -341,152 +300,16 @@ def _reduce(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
     return reduce(call, out, given, "SUM", root)
 
 
-ALL_REDUCE = Primitive("all_reduce", "all_reduce(sum)", _unless_shared, _write_all, _read_sum, _all_reduce)
-REDUCE = Primitive("reduce", "reduce(sum, root {})", _all_given, _write_all, _read_sum_at_root, _reduce)
-
-
-# -- reduce_scatter
-
-
-def _others_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
-    return max(1, lockstep.size - 1) * out.numel()
-
-
-def _parts(lockstep: Lockstep, flat: Tensor, each: int) -> Sequence[Tensor]:
-    return flat.view(lockstep.size, each).unbind(0)
-
-
-def _write_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:  # noqa: ARG001
-    size, rank = lockstep.size, lockstep.rank
-    if size > 1:
-        each = given.numel() // size
-        pieces = lockstep.chunks(given.dtype, (size - 1) * each).pieces(size - 1)
-        write_pieces(pieces[rank], _parts(lockstep, given, each), rank, 0, each)
-
-
-def _parts_for_me(lockstep: Lockstep, given: Tensor) -> list[Tensor]:
-    """The parts for this rank, in rank order; its own part is not copied."""
-    size, rank = lockstep.size, lockstep.rank
-    if size == 1:
-        return [given]
-    each = given.numel() // size
-    own = given[rank * each : (rank + 1) * each]
-    pieces = lockstep.chunks(given.dtype, (size - 1) * each).pieces(size - 1)
-    return [own if source == rank else piece_for(pieces, source, rank) for source in range(size)]
-
-
-def _read_sum_of_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
-    fold("SUM", _parts_for_me(lockstep, given), out)
-    return True
+def _parts(call: Call, flat: Tensor) -> Sequence[Tensor]:
+    return flat.view(call.lockstep.size, flat.numel() // call.lockstep.size).unbind(0)
 
 
 def _reduce_scatter(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    return reduce_scatter(call, out, _parts(call.lockstep, given, out.numel()), "SUM")
-
-
-REDUCE_SCATTER = Primitive(
-    "reduce_scatter_single",
-    "reduce_scatter(sum)",
-    _others_parts,
-    _write_parts,
-    _read_sum_of_parts,
-    _reduce_scatter,
-)
-
-
-# -- broadcast
-
-
-def _write_at_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> None:
-    if lockstep.rank == root:
-        _write_all(lockstep, out, given, root)
-
-
-def _read_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> bool:
-    out.copy_(given if lockstep.rank == root else lockstep.chunks(out.dtype, out.numel()).rows[root])
-    return True
-
-
-BROADCAST = Primitive("broadcast", "broadcast(root {})", _all_out, _write_at_root, _read_root, broadcast)
-
-
-# -- exchanges
-
-
-def _even_elements(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
-    return given.numel() - given.numel() // lockstep.size
-
-
-@lru_cache(64)
-def _even_counts(size: int, each: int) -> tuple[list[int], bytes]:
-    """A rank's row of counts for equal parts, and the table of all rows."""
-    row = [each] * (2 * size)
-    return row, each.to_bytes(8, "little") * (2 * size * size)
-
-
-def _write_even(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:
-    counts, _ = _even_counts(lockstep.size, given.numel() // lockstep.size)
-    lockstep.publish_counts(lockstep.epoch + 1, counts)
-    _write_parts(lockstep, out, given, extra)
-
-
-def _read_even(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
-    _, table = _even_counts(lockstep.size, given.numel() // lockstep.size)
-    if lockstep.counts().tobytes() != table:
-        return False
-    torch.cat(_parts_for_me(lockstep, given), out=out)
-    return True
+    return reduce_scatter(call, out, _parts(call, given), "SUM")
 
 
 def _exchange_even(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    each = given.numel() // call.lockstep.size
-    return exchange(call, _parts(call.lockstep, out, each), _parts(call.lockstep, given, each))
-
-
-EXCHANGE_EVEN = Primitive(
-    "all_to_all_single", "all_to_all", _even_elements, _write_even, _read_even, _exchange_even
-)
-
-Counts = tuple[Sequence[int], Sequence[int]]
-
-
-def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> int:  # noqa: ARG001
-    # Another rank may send more: whether one window is enough is decided when all counts are known.
-    mine = given.numel() - counts[0][lockstep.rank]
-    width = _width(lockstep, given.dtype)
-    return width if mine <= width else -1
-
-
-def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> None:  # noqa: ARG001
-    send, receive = counts
-    rank = lockstep.rank
-    lockstep.publish_counts(lockstep.epoch + 1, [*send, *receive])
-    row = lockstep.chunks(given.dtype, _width(lockstep, given.dtype)).rows[rank]
-    # The stream starts with the next rank's piece: first the elements after the local piece, then those before it.
-    begin = sum(send[:rank])
-    behind = given[begin + send[rank] :]
-    count = behind.numel()
-    if count:
-        row[:count].copy_(behind)
-    if begin:
-        row[count : count + begin].copy_(given[:begin])
-
-
-def _read_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> bool:
-    send, receive = counts
-    rank = lockstep.rank
-    width = _width(lockstep, given.dtype)
-    gives, fit = exchanged(lockstep)
-    if not fit or exchange_windows(gives, width) > 1:
-        return False
-    rows, pieces = lockstep.chunks(given.dtype, width).rows, []
-    for source, count in enumerate(receive):
-        if count:
-            at = sum(send[:rank]) if source == rank else offset(gives[source], source, rank)
-            pieces.append((given if source == rank else rows[source])[at : at + count])
-    if pieces:
-        torch.cat(pieces, out=out)
-    return True
+    return exchange(call, _parts(call, out), _parts(call, given))
 
 
 def _exchange(call: Call, out: Tensor, given: Tensor, counts: Counts) -> Steps:
@@ -494,28 +317,19 @@ def _exchange(call: Call, out: Tensor, given: Tensor, counts: Counts) -> Steps:
     return exchange(call, out.split(list(receive)), given.split(list(send)))
 
 
-EXCHANGE = Primitive(
-    "all_to_all_single", "all_to_all{}", _uneven_elements, _write_uneven, _read_uneven, _exchange
-)
+def _barrier(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
+    return call.meet()
 
 
-def _write_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int | None) -> None:
-    counts = [given.numel(), lockstep.size if source is None else source, out.numel()]
-    lockstep.publish_counts(lockstep.epoch + 1, counts)
-    if given.numel():
-        _write_all(lockstep, out, given, source)
-
-
-def _read_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int | None) -> bool:
-    most = relayed(lockstep)
-    if most is None or most > _width(lockstep, given.dtype):
-        return False
-    if source is not None:
-        out.copy_(lockstep.chunks(out.dtype, out.numel()).rows[source])
-    return True
-
-
-RELAY = Primitive("relay", "relay(from {})", _all_given, _write_handed_on, _read_handed_on, relay)
+ALL_GATHER = Primitive("all_gather_single", "all_gather", 0, _all_gather)
+ALL_REDUCE = Primitive("all_reduce", "all_reduce(sum)", 1, _all_reduce)
+REDUCE = Primitive("reduce", "reduce(sum, root {})", 2, _reduce)
+BROADCAST = Primitive("broadcast", "broadcast(root {})", 3, broadcast)
+REDUCE_SCATTER = Primitive("reduce_scatter_single", "reduce_scatter(sum)", 4, _reduce_scatter)
+EXCHANGE_EVEN = Primitive("all_to_all_single", "all_to_all", 5, _exchange_even)
+EXCHANGE = Primitive("all_to_all_single", "all_to_all{}", 6, _exchange)
+RELAY = Primitive("relay", "relay(from {})", 7, relay)
+BARRIER = Primitive("barrier", "barrier", 8, _barrier)
 
 
 _COMPARED = 0xFFFF_FFFF_FFFF_FFFF & ~FLAGS
@@ -539,56 +353,101 @@ _KINDS = (
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
 
 
-def call_hash(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
-    """The hash of a call, and of numbers that are equal on every rank; hashes of ints do not depend on the process.
+def facts_hash(kind: str, facts: tuple[int, ...]) -> int:
+    """The hash of numbers that are equal on every rank; it does not depend on the process."""
+    return hash((_KIND_NUMBER[kind], *facts))
 
-    It has 64 bits, which the ranks publish in the call's first epoch and compare, but for the lowest ones: the flags of
-    the call check.
+
+def call_hash(facts: int, call_check: CallCheck | None) -> int:
+    """The hash of a call, of 64 bits, which the ranks publish in its first epoch and compare.
+
+    The lowest bits are not compared: they are the flags of the call check.
     """
-    bits = hash((_KIND_NUMBER[kind], *facts))
     if call_check is None:
-        return bits & _COMPARED
-    return hash((call_check.digest, bits)) & _COMPARED | call_check.flags
+        return facts & _COMPARED
+    return hash((call_check.digest, facts)) & _COMPARED | call_check.flags
 
 
 _SUM = REDUCTION_NUMBER["SUM"]
+
+_KIND_OF_SUM = {
+    torch.float32: 1,
+    torch.complex64: 1,
+    torch.float64: 2,
+    torch.complex128: 2,
+    torch.uint8: 3,
+    torch.int8: 3,
+    torch.uint16: 4,
+    torch.int16: 4,
+    torch.uint32: 5,
+    torch.int32: 5,
+    torch.uint64: 6,
+    torch.int64: 6,
+    torch.bool: 7,
+    torch.float16: 8,
+    torch.bfloat16: 9,
+}
+"""The numbers of the sums in native.c; a complex number is two others."""
+_LARGEST_SUM = {torch.float16: 1 << 12, torch.bfloat16: 1 << 15}
+"""Bytes above which torch, which has instructions for these types, is faster than C."""
+_SUMS = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+_DONE, _FLAGS_DIFFER = 0, 1
+"""Results of native.c."""
+_PATIENCE = 50_000_000
+"""Nanoseconds that native.c sleeps at most, before it is checked whether the other ranks are alive."""
+_MOST_RANKS = 1024
+"""native.c has a row for each rank on its stack."""
+
+
+def memory_for_native(segment: Segment) -> object:
+    """What native.c needs to know of a group's memory; None where the data path is the one in Python."""
+    if _native is None or not SHM_NATIVE.value() or segment.size > _MOST_RANKS:
+        return None
+    return _native.attach(*segment.addresses)
+
+
+class Plan(NamedTuple):
+    """What calls of one kind, dtype and size have in common: their hash, and what native.c needs if it makes them."""
+
+    bits: int
+    native: tuple[int, int, int] | None  # the number of the call, that of the sum, the bytes of an element
+    count: int
 
 
 class DirectCalls(OwnGroup):
     """The calls of gradmesh's data path, which bypass torch.distributed.
 
-    Usually the group is idle and the data fits into one chunk (the eager limit). Then no objects are created: the rank
-    writes its chunk, publishes, polls for the others, and reads. If they do not arrive in time, disagree, or the data
-    needs more than a chunk, the call is appended to the group's queue and continues there. Both paths use the same
-    epochs, chunks and hashes, so that ranks may take different paths.
+    Usually the group is idle and the data fits into one chunk (the eager limit). Then `native.c` makes the whole call,
+    where it is there. Otherwise, if the other ranks do not arrive in time, or if their calls differ, the call goes on
+    as its steps, here and in the group's queue. All use the same epochs, chunks and hashes, so that ranks may take
+    different ways.
     """
 
     engine: Engine
+    _plans: dict[Any, Plan]
+    _memory: object  # of the group, for native.c; None: its steps alone
 
     @override
     def all_gather_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
-        self._run(ALL_GATHER, out, given, None, call_check, 1, *facts(given))
+        self._run(ALL_GATHER, out, given, None, call_check, given.numel())
 
     @override
     def reduce_scatter_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
-        reducible(out, "SUM")
-        self._run(REDUCE_SCATTER, out, given, None, call_check, 1, *facts(out), _SUM)
+        self._run(REDUCE_SCATTER, out, given, None, call_check, out.numel())
 
     @override
     def all_reduce_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
-        reducible(given, "SUM")
-        self._run(ALL_REDUCE, out, given, None, call_check, 1, *facts(given), _SUM)
+        self._run(ALL_REDUCE, out, given, None, call_check, given.numel())
 
     @override
     def reduce_flat(self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None) -> None:
-        reducible(given, "SUM")
-        self._run(REDUCE, out, given, root, call_check, *facts(given), _SUM, root)
+        self._run(REDUCE, out, given, root, call_check, given.numel())
 
     @override
     def broadcast_flat(
         self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
-        self._run(BROADCAST, out, given, root, call_check, 1, *facts(out), root)
+        self._run(BROADCAST, out, given, root, call_check, out.numel())
 
     @override
     def exchange_flat(
@@ -599,11 +458,11 @@ class DirectCalls(OwnGroup):
         receive: Sequence[int] | None = None,
         call_check: CallCheck | None = None,
     ) -> None:
-        number = DTYPE_NUMBER[given.dtype]
         if send is None or receive is None:
-            self._run(EXCHANGE_EVEN, out, given, None, call_check, number)
+            each = given.numel() // self.count
+            self._run(EXCHANGE_EVEN, out, given, None, call_check, each)
         else:
-            self._run(EXCHANGE, out, given, (send, receive), call_check, number)
+            self._run(EXCHANGE, out, given, (send, receive), call_check, 0, [*send, *receive])
 
     @override
     def relay_flat(
@@ -613,7 +472,7 @@ class DirectCalls(OwnGroup):
             if source is not None:
                 out.copy_(given)
             return
-        self._run(RELAY, out, given, source, call_check, DTYPE_NUMBER[given.dtype])
+        self._run(RELAY, out, given, source, call_check, 0, [given.numel(), out.numel()])
 
     @override
     def withdraw(self, call_check: CallCheck | None, said: str) -> None:
@@ -626,6 +485,27 @@ class DirectCalls(OwnGroup):
             self.engine.post(work)
             work.wait()
 
+    def _plan(self, primitive: Primitive, extra: Any, given: Tensor, count: int) -> Plan:
+        dtype = given.dtype
+        sums = primitive in _SUMS
+        if sums:
+            reducible(given, "SUM")
+        facts: tuple[int, ...] = () if primitive is BARRIER else (DTYPE_NUMBER[dtype],)
+        if primitive.number <= REDUCE_SCATTER.number:
+            facts = (1,) * (primitive is not REDUCE) + (*facts, count) + (_SUM,) * sums
+            facts += (extra,) * (primitive in (REDUCE, BROADCAST))
+        bits = facts_hash(primitive.name, facts)
+        parts = self.count - 1 if primitive in (REDUCE_SCATTER, EXCHANGE_EVEN) else 1
+        item, kind, size = dtype.itemsize, _KIND_OF_SUM.get(dtype, 0), count * dtype.itemsize
+        if size * parts > self.engine.segment.chunk or (
+            sums and (not kind or size > _LARGEST_SUM.get(dtype, size))
+        ):
+            return Plan(bits, None, 0)
+        if primitive is ALL_REDUCE and shares_work(self.count, given):
+            return Plan(bits, None, 0)
+        numbers = 1 + (sums and dtype.is_complex)
+        return Plan(bits, (primitive.number, kind, item // numbers), count * numbers)
+
     def _run(
         self,
         primitive: Primitive,
@@ -633,34 +513,72 @@ class DirectCalls(OwnGroup):
         given: Tensor,
         extra: Any,
         call_check: CallCheck | None,
-        *numbers: int,
+        count: int,
+        sizes: list[int] | None = None,
     ) -> None:
-        """Run a call immediately if possible; otherwise queue it, or the rest of it."""
-        engine, bits = self.engine, call_hash(primitive.name, call_check, numbers)
-        lockstep, opened = engine.lockstep, False
+        """Make a call at once if possible; otherwise queue it, or the rest of it.
+
+        `count` are the elements of a rank's part; `sizes` are those that native.c needs instead where parts are uneven.
+        """
+        key = primitive.number, given.dtype, count, None if sizes else extra
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= 4096:
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(primitive, extra, given, count)
+        bits = call_hash(plan.bits, call_check)
+        engine = self.engine
         with engine.lock:
             engine.check()
-            elements = primitive.elements(lockstep, out, given, extra)
-            if (
-                0 <= elements * given.dtype.itemsize <= engine.segment.chunk
-                and not engine.queue
-                and not _torch.modes_active()
-            ):
-                try:
-                    lockstep.uses += 1
-                    primitive.write(lockstep, out, given, extra)
-                    opened = True
-                    if (
-                        lockstep.open(bits, engine.spins)
-                        and lockstep.agree(bits, call_check)
-                        and primitive.read(lockstep, out, given, extra)
-                    ):
-                        return
-                except BaseException as error:
-                    engine.abort_group(error)
-                    raise
+            idle = not engine.queue and not _torch.modes_active()
+            opened = (
+                idle
+                and plan.native is not None
+                and self._memory is not None
+                and (sizes is None or given.numel() * given.itemsize <= engine.segment.chunk)
+            )
+            if opened and self._at_once(plan, out, given, extra, sizes, bits, call_check):
+                return
             shown = Shown(primitive.shown.format(extra), [given], [out])
-            call = Call(lockstep, bits, call_check or CallCheck(0, shown, refusal(self._name)), opened=opened)
-            work = CallWork(engine, primitive.steps(call, out, given, extra), None, out.is_inference(), shown)
-            engine.post(work, opened=opened)
+            check = call_check or CallCheck(0, shown, refusal(self._name))
+            call = Call(engine.lockstep, bits, check, opened=opened)
+            steps = primitive.steps(call, out, given, extra)
+            if idle and engine.complete(steps):
+                return
+            work = CallWork(engine, steps, None, out.is_inference(), shown)
+            engine.post(work, begun=idle)
         work.wait()
+
+    def _at_once(
+        self,
+        plan: Plan,
+        out: Tensor,
+        given: Tensor,
+        extra: Any,
+        sizes: list[int] | None,
+        bits: int,
+        call_check: CallCheck | None,
+    ) -> bool:
+        """Make a call in native.c; returns whether it is complete, else its first epoch is published."""
+        engine = self.engine
+        lockstep = engine.lockstep
+        lockstep.epoch += 1
+        table = None if sizes is None else array("Q", sizes)
+        status = _native.run(
+            self._memory,
+            *plan.native,
+            out.data_ptr(),
+            given.data_ptr(),
+            plan.count,
+            extra if type(extra) is int else -1,
+            0 if table is None else table.buffer_info()[0],
+            bits,
+            0 if call_check is None else FLAGS,
+            lockstep.epoch,
+            engine.pauses,
+            engine.spins,
+            0 if unfinished() else _PATIENCE,
+        )
+        if status == _FLAGS_DIFFER:
+            lockstep.agree(bits, call_check)
+        return status in (_DONE, _FLAGS_DIFFER)

@@ -199,9 +199,10 @@ _WORDS = 4096
 class Lockstep:
     """The epochs of a group on one rank: all ranks publish data, then read that of the others.
 
-    A rank has two chunks of shared memory, which it uses alternately. It writes one, publishes, waits until all ranks
-    have published, and reads their chunks. Before it writes a chunk again it has waited for a later epoch, which no
-    rank publishes before having read the earlier one, so that a second barrier is not needed.
+    A rank has a line and a chunk of shared memory for odd epochs, and others for even ones. It writes one, publishes,
+    waits until all ranks have published, and reads those of all. Before it writes a line or a chunk again it has waited
+    for a later epoch, which no rank publishes before having read the earlier one, so that a second barrier is not
+    needed. What is in them belongs to one epoch alone, so that the paths in Python and C may alternate in any way.
 
     In the first epoch of a call each rank also publishes the call's hash, and all compare. So mismatched calls raise on
     every rank before a result is written.
@@ -211,9 +212,6 @@ class Lockstep:
         self.segment = segment
         self.rank, self.size = segment.rank, segment.size
         self.epoch = 0
-        self.uses = 0
-        self._published = segment.published
-        self._word = segment.word(segment.rank)
         self._alone = segment.size == 1
 
     def publish(self) -> bool:
@@ -221,31 +219,25 @@ class Lockstep:
         self.epoch += 1
         if self._alone:
             return True
-        shared_memory.fence()
-        self._published[self.rank] = self.epoch
-        shared_memory.wake(self._word)
+        self._announce()
         return self.arrived()
 
-    def open(self, call_hash: int, looks: int) -> bool:
-        """Publish the first epoch of a call and poll up to `looks` times; returns whether all ranks have published."""
-        epoch = self.epoch = self.epoch + 1
-        self.segment.hashes[epoch & 1][self.rank] = call_hash
-        if self._alone:
-            return True
-        published = self._published
+    def _announce(self) -> None:
         shared_memory.fence()
-        published[self.rank] = epoch
-        shared_memory.wake(self._word)
+        self.segment.published[self.epoch & 1][self.rank] = self.epoch
+        shared_memory.wake(self.segment.word(self.rank, self.epoch))
+
+    def look(self, looks: int) -> bool:
+        """Poll up to `looks` times; returns whether all ranks have published this epoch."""
         for _ in range(looks):
-            if min(published.tolist()) >= epoch:
-                shared_memory.fence()
+            if self.arrived():
                 return True
             sched_yield()
         return False
 
-    def chunks(self, dtype: torch.dtype, count: int) -> Slots:
-        """The current chunks, for `count` elements of each rank."""
-        return self.segment.slots(dtype, count)[self.uses & 1]
+    def slots(self, epoch: int, dtype: torch.dtype, count: int, even: bool = True) -> Slots:
+        """Where the data of an epoch is, for `count` elements of each rank; `even`: the same count on every rank."""
+        return self.segment.slots(dtype, count, even)[epoch & 1]
 
     def counts(self) -> memoryview:
         """The counts of the last published epoch: one row of 2 * size per rank."""
@@ -268,20 +260,21 @@ class Lockstep:
 
     def arrived(self) -> bool:
         """Whether all ranks have published this epoch."""
-        if min(self._published.tolist()) < self.epoch:
+        if min(self.segment.published[self.epoch & 1].tolist()) < self.epoch:
             return False
         shared_memory.fence()
         return True
 
     def late(self) -> list[int]:
         """The ranks that have not published this epoch."""
-        return [rank for rank, epoch in enumerate(self._published.tolist()) if epoch < self.epoch]
+        published = self.segment.published[self.epoch & 1].tolist()
+        return [rank for rank, epoch in enumerate(published) if epoch < self.epoch]
 
     def late_word(self) -> tuple[int, int] | None:
         """The word of such a rank, and its value."""
-        for rank, epoch in enumerate(self._published.tolist()):
+        for rank, epoch in enumerate(self.segment.published[self.epoch & 1].tolist()):
             if epoch < self.epoch:
-                return self.segment.word(rank), epoch
+                return self.segment.word(rank, self.epoch), epoch
         return None
 
 
@@ -297,11 +290,10 @@ class Call:
         self.agreed = False
         self.opened = opened
 
-    def slots(self, dtype: torch.dtype, count: int) -> Slots:
-        """The chunks of the next epoch, for `count` elements of each rank; already written if the call is `opened`."""
-        if not self.opened:
-            self.lockstep.uses += 1
-        return self.lockstep.chunks(dtype, count)
+    def slots(self, dtype: torch.dtype, count: int, even: bool = True) -> Slots:
+        """Where the data of the next epoch is (see `Lockstep.slots`); already written if the call is `opened`."""
+        epoch = self.lockstep.epoch + (not self.opened)
+        return self.lockstep.slots(epoch, dtype, count, even)
 
     def counts(self, counts: Sequence[int]) -> None:
         """Publish counts with the first epoch."""
@@ -330,10 +322,8 @@ class Call:
     def refuse(self) -> Steps:
         """Exchange descriptions of the call, and raise RefusedError with those of all ranks."""
         lockstep = self.lockstep
-        # Different calls may have used different numbers of chunks before.
-        lockstep.uses = lockstep.epoch
-        lockstep.uses += 1
-        chunks = [lockstep.segment.raw_slot(rank, lockstep.uses & 1) for rank in range(lockstep.size)]
+        buffer = (lockstep.epoch + 1) & 1
+        chunks = [lockstep.segment.raw_slot(rank, buffer) for rank in range(lockstep.size)]
         said = self.call_check.said().encode()[:_WORDS]
         chunks[lockstep.rank][:_WORDS] = said.ljust(_WORDS)
         if not lockstep.publish():
@@ -456,6 +446,8 @@ class MessageWork(AsyncWork):
 
 _SLICE = 0.0005
 """Maximum seconds per sleep while the rank has pending calls on other groups."""
+_PAUSES = 200
+"""How often native.c looks before it yields its core, where each rank has one."""
 _SPINS = 300
 _SPINS_OVERSUBSCRIBED = 50
 
@@ -494,6 +486,7 @@ class Engine:
         self.segment = segment
         self.name, self.timeout = name, timeout
         self.spins = spins(segment.size)
+        self.pauses = _PAUSES if self.spins == _SPINS else 0
         self.lockstep = Lockstep(segment)
         self.p2p_channel = P2PChannel(segment)
         self.lock = threading.RLock()
@@ -516,12 +509,25 @@ class Engine:
 
     # -- starting
 
-    def post(self, work: CallWork, *, opened: bool = False, background: bool = False) -> None:
+    def complete(self, steps: Steps) -> bool:
+        """Make a call while no other is pending; returns whether it is complete, or the other ranks are late."""
+        try:
+            for _ in steps:
+                if not self.lockstep.look(self.spins):
+                    return False
+        except RefusedError as refused:
+            raise refused.args[0] from None
+        except BaseException as error:
+            self.abort_group(error)
+            raise
+        return True
+
+    def post(self, work: CallWork, *, begun: bool = False, background: bool = False) -> None:
         """Start a call and advance it as far as possible; in the background too if the caller may not wait soon."""
         with self.lock:
             self.check()
             self.queue.append(work)
-            if (len(self.queue) == 1 and not opened) or self.lockstep.arrived():
+            if (len(self.queue) == 1 and not begun) or self.lockstep.arrived():
                 self._advance()
             if self.queue:
                 busy(self)
@@ -627,7 +633,7 @@ class Engine:
         if self.p2p_channel.busy:
             return self.p2p_channel.only_word() if not self.queue else None
         # -1 differs from the actual value, so that `wait` returns immediately.
-        return self.lockstep.late_word() or (self.segment.word(0), -1)
+        return self.lockstep.late_word() or (self.segment.word(0, 0), -1)
 
     # -- waiting
 

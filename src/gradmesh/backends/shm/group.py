@@ -25,7 +25,7 @@ from gradmesh.backends.own_group import (
     refusal,
 )
 from gradmesh.backends.shm import data_path
-from gradmesh.backends.shm.data_path import DirectCalls, call_hash
+from gradmesh.backends.shm.data_path import DirectCalls, call_hash, facts_hash, memory_for_native
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork
 from gradmesh.backends.shm.p2p import Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
@@ -40,6 +40,8 @@ class ShmGroup(FlatGroup, DirectCalls):
         super().__init__(name, segment.rank, segment.size, timeout)
         self.segment = segment
         self.engine = Engine(segment, name, self.timeout)
+        self._plans = {}
+        self._memory = memory_for_native(segment)
 
     @override
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -69,9 +71,8 @@ class ShmGroup(FlatGroup, DirectCalls):
 
     @override
     def _call(self, kind: str, shown: Callable[[], str], *numbers: int) -> Call:
-        return Call(
-            self.engine.lockstep, call_hash(kind, None, numbers), CallCheck(0, shown, refusal(self._name))
-        )
+        bits = call_hash(facts_hash(kind, numbers), None)
+        return Call(self.engine.lockstep, bits, CallCheck(0, shown, refusal(self._name)))
 
     @override
     def _begin(

@@ -1,9 +1,10 @@
 """The shared-memory segment of a group: its layout, how the ranks create, map and verify it, and how they wait on it.
 
-The segment has, in this order: a token; the numbers that ranks publish; a ring buffer for each pair of ranks; two
-chunks (bounce buffers) for each rank.
+The segment has, in this order: a token; two lines (of the cache) for each rank, with what it publishes in odd and in
+even epochs: the epoch, the hash of its call, and data of at most 48 bytes; other numbers that ranks publish; a ring
+buffer for each pair of ranks; two chunks (bounce buffers) for each rank, also for odd and even epochs.
 The size depends only on the number of ranks and the chunk size, since messages are split into chunks. Untouched pages
-take no memory.
+take no memory. `native.c` has the same layout.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _PAGE = 4096
 TOKEN = 16
 """The size of the token at the start, which identifies the file."""
 _WORD = 8
+_LINE = 64
+"""Bytes of a line of the cache: what only one rank writes is on lines of its own."""
+_AT = _LINE // _WORD  # words from one line to the next
+INLINE = 48
+"""Bytes of data that a line has room for."""
 
 
 def chunk_bytes() -> int:
@@ -51,8 +57,9 @@ def chunk_bytes() -> int:
 
 
 def _word_count(size: int) -> int:
-    # published, mapped, state, returned, blamed; two hashes; two tables of counts; written and read for every pair.
-    return 5 * size + 2 * size + 4 * size * size + 2 * size * size
+    # Two lines for each rank; mapped, state, returned, blamed; two tables of counts; the lines `written` and `read` of
+    # each pair.
+    return 2 * size * _AT + 4 * size * _AT + 4 * size * size + 2 * size * size * _AT
 
 
 def segment_bytes(size: int, chunk: int) -> int:
@@ -61,7 +68,7 @@ def segment_bytes(size: int, chunk: int) -> int:
     >>> segment_bytes(2, 1 << 20) // (1 << 20)
     8
     """
-    words = TOKEN + _WORD * _word_count(size)
+    words = _LINE + _WORD * _word_count(size)
     return -(-words // _PAGE) * _PAGE + (size + 2) * size * chunk
 
 
@@ -93,8 +100,8 @@ class Buffers:
     def __init__(self, memory: Any, rank: int, size: int, chunk: int) -> None:
         self.rank, self.size, self.chunk = rank, size, chunk
         raw = memoryview(memory).cast("B")
-        words = raw[TOKEN : TOKEN + _WORD * _word_count(size)].cast("Q")
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + TOKEN
+        words = raw[_LINE : _LINE + _WORD * _word_count(size)].cast("Q")
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + _LINE
         at = 0
 
         def take(count: int) -> memoryview:
@@ -102,70 +109,82 @@ class Buffers:
             at += count
             return words[at - count : at]
 
+        lines = take(2 * size * _AT)
+        # For odd and even epochs, of each rank: the epoch that it has published, and the hash of its call.
+        self.published = [lines[buffer * _AT :: 2 * _AT] for buffer in range(2)]
+        self.hashes = [lines[buffer * _AT + 1 :: 2 * _AT] for buffer in range(2)]
         # One word for each rank.
-        self.published = take(size)  # the number of epochs that it has published
-        self.mapped = take(size)
-        self.states = take(size)  # OPEN, LEFT, BROKE or FAILED
-        self.returned = take(size)  # the number of the launcher's run from which its function has returned
-        self.blamed = take(size)  # if it aborted, 1 + the rank that caused it, or 0
-        # Two buffers: of call hashes, and of the counts that a rank sends to and receives from each rank.
-        self.hashes = [take(size) for _ in range(2)]
+        self.mapped = take(size * _AT)[::_AT]
+        self.states = take(size * _AT)[::_AT]  # OPEN, LEFT, BROKE or FAILED
+        self.returned = take(size * _AT)[::_AT]  # the launcher's run from which its function has returned
+        self.blamed = take(size * _AT)[::_AT]  # if it aborted, 1 + the rank that caused it, or 0
+        # For odd and even epochs, the counts that a rank sends to and receives from each rank.
+        counts_at = self._base + _WORD * at
         self.counts = [take(2 * size * size) for _ in range(2)]
         # For each pair (source, target), the bytes written to its ring, and read from it.
         self._written_at = self._base + _WORD * at
-        self.written = take(size * size)
+        self.written = take(size * size * _AT)[::_AT]
         self._read_at = self._base + _WORD * at
-        self.read = take(size * size)
+        self.read = take(size * size * _AT)[::_AT]
         with torch.device("cpu"), torch.inference_mode(False):
             data = torch.frombuffer(memory, dtype=torch.uint8)
         first_slot = len(data) - 2 * size * chunk
         first_ring = first_slot - size * size * chunk
         with torch.inference_mode(False):
             self.rings = list(data[first_ring:first_slot].view(size * size, chunk).unbind(0))
-            self._slots = data[first_slot:]
+            self._data = data
+        self._first_slot = first_slot
         self.raw_rings = [
             raw[first_ring + pair * chunk : first_ring + (pair + 1) * chunk] for pair in range(size * size)
         ]
         self._raw_slots = raw[first_slot:]
-        self._views: dict[tuple[torch.dtype, int], tuple[Slots, Slots]] = {}
+        self._views: dict[tuple[torch.dtype, int, bool], tuple[Slots, Slots]] = {}
+        # What the data path in C needs to know: see `attach` in native.c.
+        start = self._base - _LINE
+        counts_of_both = counts_at, counts_at + _WORD * 2 * size * size
+        self.addresses = (self._base, *counts_of_both, start + first_slot, rank, size, chunk)
         self.mapped[self.rank] = 1
 
-    def slots(self, dtype: torch.dtype, count: int) -> tuple[Slots, Slots]:
-        """The first `count` elements of every rank's two chunks, as tensors of that dtype."""
-        found = self._views.get((dtype, count))
+    def slots(self, dtype: torch.dtype, count: int, even: bool) -> tuple[Slots, Slots]:
+        """The first `count` elements of every rank's data in even and in odd epochs, as tensors of that dtype.
+
+        Small data is in the lines if every rank has the same count (`even`), else in the chunks.
+        """
+        found = self._views.get((dtype, count, even))
         if found is None:
             if len(self._views) >= 512:
                 self._views.clear()
             # A view created in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                found = self._view(dtype, count, 0), self._view(dtype, count, 1)
-            self._views[dtype, count] = found
+                inside = even and count * dtype.itemsize <= INLINE
+                found = self._view(dtype, count, 0, inside), self._view(dtype, count, 1, inside)
+            self._views[dtype, count, even] = found
         return found
 
     def raw_slot(self, rank: int, buffer: int) -> memoryview:
-        """A rank's chunk as bytes."""
+        """A rank's chunk of even (0) or odd (1) epochs as bytes."""
         start = (2 * rank + buffer) * self.chunk
         return self._raw_slots[start : start + self.chunk]
 
-    def _view(self, dtype: torch.dtype, count: int, buffer: int) -> Slots:
-        whole = self._slots.view(dtype)
-        width = self.chunk // dtype.itemsize
-        together = whole.as_strided(
-            (self.size, count), (2 * width, 1), whole.storage_offset() + buffer * width
+    def _view(self, dtype: torch.dtype, count: int, buffer: int, inside: bool) -> Slots:
+        first, step = (2 * _LINE - INLINE, _LINE) if inside else (self._first_slot, self.chunk)
+        item = dtype.itemsize
+        together = self._data.view(dtype).as_strided(
+            (self.size, count), (2 * step // item, 1), (first + buffer * step) // item
         )
         return Slots(together, list(together.unbind(0)))
 
-    def word(self, rank: int) -> int:
-        """The address of a rank's `published` word."""
-        return self._base + _WORD * rank
+    def word(self, rank: int, epoch: int) -> int:
+        """The address of a rank's `published` word for an epoch."""
+        return self._base + _LINE * (2 * rank + (epoch & 1))
 
     def written_word(self, pair: int) -> int:
         """The address of a ring's `written` word."""
-        return self._written_at + _WORD * pair
+        return self._written_at + _LINE * pair
 
     def read_word(self, pair: int) -> int:
         """The address of a ring's `read` word."""
-        return self._read_at + _WORD * pair
+        return self._read_at + _LINE * pair
 
 
 if sys.platform == "linux":
@@ -694,7 +713,8 @@ class Segment(Buffers):
             self._wake()
 
     def _wake(self) -> None:
-        wake(self.word(self.rank))
+        wake(self.word(self.rank, 0))
+        wake(self.word(self.rank, 1))
         for other in range(self.size):
             wake(self.written_word(self.rank * self.size + other))
             wake(self.read_word(other * self.size + self.rank))
