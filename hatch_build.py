@@ -1,7 +1,7 @@
 """Builds the data path of the shm backend in C, if this machine can: src/gradmesh/backends/shm/native.c.
 
-Without Linux, a C compiler or Python's headers the wheel has no C and is pure Python; the backend's data path is the one
-in Python then. GRADMESH_NATIVE=0 in the environment of the build asks for that, GRADMESH_NATIVE=1 makes it an error.
+Without Linux, a C compiler or Python's headers the wheel is pure Python, and so is the backend's data path.
+GRADMESH_NATIVE=0 in the environment of the build asks for that, GRADMESH_NATIVE=1 makes it an error.
 """
 
 from __future__ import annotations

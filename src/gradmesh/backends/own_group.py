@@ -1141,7 +1141,10 @@ def elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
 def fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
     """Reduce tensors in order, into `out`, which may be the first or the second of them."""
     function = REDUCTIONS[op]
-    if len(rows) == 1:
+    if function is torch.add and out.is_complex() and len(rows) > 1:
+        # torch multiplies complex numbers by alpha=1 first, which makes an infinite one not a number.
+        fold("SUM", [torch.view_as_real(row) for row in rows], torch.view_as_real(out))
+    elif len(rows) == 1:
         out.copy_(rows[0])
     else:
         function(rows[0], rows[1], out=out)

@@ -38,7 +38,7 @@ from gradmesh.backends.shm.shared_memory import Segment
 try:
     from gradmesh.backends.shm import _native
 except ImportError:  # it was built without a C compiler
-    _native = None
+    _native = None  # type: ignore[assignment]
 
 _SHARED_WORK = 1 << 16
 """Minimum bytes per rank for which more than two ranks divide the work of a sum, which needs an additional epoch."""
@@ -377,11 +377,8 @@ _KIND_OF_SUM = {
     torch.complex128: 2,
     torch.uint8: 3,
     torch.int8: 3,
-    torch.uint16: 4,
     torch.int16: 4,
-    torch.uint32: 5,
     torch.int32: 5,
-    torch.uint64: 6,
     torch.int64: 6,
     torch.bool: 7,
     torch.float16: 8,
@@ -390,9 +387,10 @@ _KIND_OF_SUM = {
 """The numbers of the sums in native.c; a complex number is two others."""
 _LARGEST_SUM = {torch.float16: 1 << 12, torch.bfloat16: 1 << 15}
 """Bytes above which torch, which has instructions for these types, is faster than C."""
-_SUMS = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
-_DONE, _FLAGS_DIFFER = 0, 1
-"""Results of native.c."""
+_SUMS = {ALL_REDUCE.number, REDUCE.number, REDUCE_SCATTER.number}
+_DONE, _FLAGS_DIFFER, _LATE = 0, 1, 2
+_NOT_TAKEN = -1
+"""Results of native.c, and none."""
 _PATIENCE = 50_000_000
 """Nanoseconds that native.c sleeps at most, before it is checked whether the other ranks are alive."""
 _MOST_RANKS = 1024
@@ -406,12 +404,17 @@ def memory_for_native(segment: Segment) -> object:
     return _native.attach(*segment.addresses)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """Detached too, because autograd may not allow writing to a tensor that requires a gradient."""
+    return tensor.detach().view(-1) if tensor.requires_grad or tensor.dim() != 1 else tensor
+
+
 class Plan(NamedTuple):
     """What calls of one kind, dtype and size have in common: their hash, and what native.c needs if it makes them."""
 
     bits: int
     native: tuple[int, int, int] | None  # the number of the call, that of the sum, the bytes of an element
-    count: int
+    elements: int  # of a rank's part
 
 
 class DirectCalls(OwnGroup):
@@ -487,21 +490,22 @@ class DirectCalls(OwnGroup):
 
     def _plan(self, primitive: Primitive, extra: Any, given: Tensor, count: int) -> Plan:
         dtype = given.dtype
-        sums = primitive in _SUMS
+        number = primitive.number
+        sums = number in _SUMS
         if sums:
-            reducible(given, "SUM")
-        facts: tuple[int, ...] = () if primitive is BARRIER else (DTYPE_NUMBER[dtype],)
-        if primitive.number <= REDUCE_SCATTER.number:
-            facts = (1,) * (primitive is not REDUCE) + (*facts, count) + (_SUM,) * sums
-            facts += (extra,) * (primitive in (REDUCE, BROADCAST))
+            reducible(_flat(given), "SUM")
+        facts: tuple[int, ...] = () if number == BARRIER.number else (DTYPE_NUMBER[dtype],)
+        if number <= REDUCE_SCATTER.number:
+            facts = (1,) * (number != REDUCE.number) + (*facts, count) + (_SUM,) * sums
+            facts += (extra,) * (number in (REDUCE.number, BROADCAST.number))
         bits = facts_hash(primitive.name, facts)
-        parts = self.count - 1 if primitive in (REDUCE_SCATTER, EXCHANGE_EVEN) else 1
+        parts = self.count - 1 if number in (REDUCE_SCATTER.number, EXCHANGE_EVEN.number) else 1
         item, kind, size = dtype.itemsize, _KIND_OF_SUM.get(dtype, 0), count * dtype.itemsize
         if size * parts > self.engine.segment.chunk or (
             sums and (not kind or size > _LARGEST_SUM.get(dtype, size))
         ):
             return Plan(bits, None, 0)
-        if primitive is ALL_REDUCE and shares_work(self.count, given):
+        if number == ALL_REDUCE.number and shares_work(self.count, given):
             return Plan(bits, None, 0)
         numbers = 1 + (sums and dtype.is_complex)
         return Plan(bits, (primitive.number, kind, item // numbers), count * numbers)
@@ -531,19 +535,18 @@ class DirectCalls(OwnGroup):
         with engine.lock:
             engine.check()
             idle = not engine.queue and not _torch.modes_active()
-            opened = (
-                idle
-                and plan.native is not None
-                and self._memory is not None
-                and (sizes is None or given.numel() * given.itemsize <= engine.segment.chunk)
-            )
-            if opened and self._at_once(plan, out, given, extra, sizes, bits, call_check):
-                return
+            opened, status = False, _NOT_TAKEN
+            if idle and plan.native is not None and self._memory is not None:
+                status = self._at_once(plan.native, plan.elements, out, given, extra, sizes, bits, call_check)
+                if status in (_DONE, _FLAGS_DIFFER):
+                    return
+                opened = status != _NOT_TAKEN
+            out, given = _flat(out), _flat(given)
             shown = Shown(primitive.shown.format(extra), [given], [out])
             check = call_check or CallCheck(0, shown, refusal(self._name))
             call = Call(engine.lockstep, bits, check, opened=opened)
             steps = primitive.steps(call, out, given, extra)
-            if idle and engine.complete(steps):
+            if idle and status != _LATE and engine.complete(steps):
                 return
             work = CallWork(engine, steps, None, out.is_inference(), shown)
             engine.post(work, begun=idle)
@@ -551,34 +554,40 @@ class DirectCalls(OwnGroup):
 
     def _at_once(
         self,
-        plan: Plan,
+        native: tuple[int, int, int],
+        elements: int,
         out: Tensor,
         given: Tensor,
         extra: Any,
         sizes: list[int] | None,
         bits: int,
         call_check: CallCheck | None,
-    ) -> bool:
-        """Make a call in native.c; returns whether it is complete, else its first epoch is published."""
+    ) -> int:
+        """Make a call in native.c; returns whether it is complete, or what is left."""
         engine = self.engine
         lockstep = engine.lockstep
-        lockstep.epoch += 1
+        size = given.numel()
+        epoch, own, result = lockstep.epoch + 1, given.data_ptr(), out.data_ptr()
+        # A tensor of zeros may have no memory.
+        if (size and not own) or (sizes is not None and size * given.itemsize > engine.segment.chunk):
+            return _NOT_TAKEN
         table = None if sizes is None else array("Q", sizes)
+        lockstep.epoch = epoch
         status = _native.run(
             self._memory,
-            *plan.native,
-            out.data_ptr(),
-            given.data_ptr(),
-            plan.count,
+            *native,
+            result,
+            own,
+            elements,
             extra if type(extra) is int else -1,
             0 if table is None else table.buffer_info()[0],
             bits,
             0 if call_check is None else FLAGS,
-            lockstep.epoch,
+            epoch,
             engine.pauses,
             engine.spins,
             0 if unfinished() else _PATIENCE,
         )
         if status == _FLAGS_DIFFER:
             lockstep.agree(bits, call_check)
-        return status in (_DONE, _FLAGS_DIFFER)
+        return status

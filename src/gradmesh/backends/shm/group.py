@@ -9,26 +9,55 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
+from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh.backends.own_group import (
+    DTYPES,
     CallCheck,
+    Done,
     FlatGroup,
     OwnWork,
     Results,
     Shown,
     Steps,
     Tensors,
+    apart,
     in_mode_of,
     operand,
+    reduction,
     refusal,
 )
 from gradmesh.backends.shm import data_path
-from gradmesh.backends.shm.data_path import DirectCalls, call_hash, facts_hash, memory_for_native
+from gradmesh.backends.shm.data_path import DirectCalls, Primitive, call_hash, facts_hash, memory_for_native
 from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork
 from gradmesh.backends.shm.p2p import Receive, Send
 from gradmesh.backends.shm.shared_memory import Segment
+
+_ALL_GATHER = data_path.ALL_GATHER._replace(shown="all_gather_single")
+_REDUCE_SCATTER = data_path.REDUCE_SCATTER._replace(shown="reduce_scatter_single(sum)")
+_PLAIN = frozenset(DTYPES) - NEVER_COPIED - {dtype for dtype in DTYPES if str(dtype).startswith("torch.q")}
+_TYPES = Tensor, torch.nn.Parameter
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether its memory has its elements in their order."""
+    return (
+        type(tensor) in _TYPES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype in _PLAIN
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.is_cpu and other.is_cpu and apart(one, other) is not one
 
 
 class ShmGroup(FlatGroup, DirectCalls):
@@ -41,6 +70,7 @@ class ShmGroup(FlatGroup, DirectCalls):
         self.segment = segment
         self.engine = Engine(segment, name, self.timeout)
         self._plans = {}
+        self._nothing = torch.empty(0, device="cpu")
         self._memory = memory_for_native(segment)
 
     @override
@@ -82,6 +112,76 @@ class ShmGroup(FlatGroup, DirectCalls):
         work = CallWork(self.engine, steps, result, inference, shown)
         self.engine.post(work, background=opts is not None and getattr(opts, "asyncOp", True))
         return self._collected(work)
+
+    # -- calls of torch that are made at once
+
+    def _made(
+        self,
+        primitive: Primitive,
+        out: Tensor,
+        given: Tensor,
+        count: int,
+        opts: Any,
+        extra: int | None = None,
+    ) -> bool:
+        """Make a call of one tensor in C, if the caller waits for it and the tensors are plain memory; else False."""
+        if (
+            self._memory is None
+            or opts is None
+            or getattr(opts, "asyncOp", True)
+            or self._coalesced is not None
+            or not _plain(given)
+            or (out is not given and not (_plain(out) and out.dtype is given.dtype))
+        ):
+            return False
+        self._run(primitive, out, given, extra, None, count)
+        increment_version(out)
+        return True
+
+    @override
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
+        flat = tensors[0]
+        if (
+            len(tensors) == 1
+            and reduction(opts, self.backend) == "SUM"
+            and self._made(data_path.ALL_REDUCE, flat, flat, flat.numel(), opts)
+        ):
+            return Done(tensors)
+        return super().allreduce(tensors, opts)
+
+    @override
+    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
+        flat = tensors[0]
+        if len(tensors) == 1 and self._made(
+            data_path.BROADCAST, flat, flat, flat.numel(), opts, opts.rootRank
+        ):
+            return Done(tensors)
+        return super().broadcast(tensors, opts)
+
+    @override
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        if len(inputs) == len(outputs) == 1:
+            (out,), (given,) = outputs, inputs
+            each = given.numel()
+            if out.numel() == self.count * each and self._made(_ALL_GATHER, out, given, each, opts):
+                return Done(outputs)
+        return super().all_gather_single_coalesced(outputs, inputs, opts)
+
+    @override
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        if len(inputs) == len(outputs) == 1 and reduction(opts, self.backend) == "SUM":
+            (out,), (given,) = outputs, inputs
+            each = out.numel()
+            fits = given.numel() == self.count * each and not _overlap(out, given)
+            if fits and self._made(_REDUCE_SCATTER, out, given, each, opts):
+                return Done(outputs)
+        return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    @override
+    def barrier(self, opts: Any = None) -> OwnWork:
+        if self._made(data_path.BARRIER, self._nothing, self._nothing, 0, opts):
+            return Done([])
+        return super().barrier(opts)
 
     # -- movements
 

@@ -1,0 +1,259 @@
+"""The shm data path in C: the same values and bits as in Python, in any mixture of both; and how it is built."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.backends.shm import data_path
+from gradmesh.backends.shm.data_path import _KIND_OF_SUM
+from gradmesh.backends.shm.group import ShmGroup
+from tools.native.__main__ import OPTIONS, build, run
+
+ROOT = Path(__file__).parent.parent
+native = pytest.mark.skipif(data_path._native is None, reason="the data path in C was not built")
+compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+W = 3
+
+
+class Run(Protocol):
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Run]:
+    with gm.Ranks(W, backend="shm", timeout=120) as pool:
+        yield lambda fn, *args: pool.run(fn, *args)
+
+
+def world() -> ShmGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, ShmGroup)
+    return group
+
+
+# ---- the program that stresses it
+
+
+@compiled
+@pytest.mark.parametrize("name", OPTIONS)
+def test_random_calls_and_delays_give_the_right_values(name: str, tmp_path: Path) -> None:
+    try:
+        build(tmp_path / "stress", OPTIONS[name])
+    except subprocess.CalledProcessError as error:
+        if "cannot find" in error.stderr:  # without the sanitizer's library
+            pytest.skip(error.stderr)
+        pytest.fail(error.stderr)
+    for count in (2, 3):
+        assert run(tmp_path / "stress", count, 2000, 5) == f"2000 calls on {count} ranks: right"
+
+
+# ---- both paths, mixed at random on each rank
+
+
+def mixed(seed: int, calls: int) -> list[str]:
+    """Random calls, each on every rank in C or in Python as that rank draws it; those with another value than dense."""
+    group, rank, size = world(), dist.get_rank(), dist.get_world_size()
+    memory = group._memory
+    shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    sizes = [0, 1, 5, 6, 7, 12, 13, 1000, 21_845, 21_846, 65_536, 131_072, 262_144, 262_145]
+    wrong = []
+    try:
+        for number in range(calls):
+            count, dtype = shared.choice(sizes), shared.choice([torch.float64, torch.float32, torch.int16])
+            root, op, flags = shared.randrange(size), shared.randrange(8), own.randrange(2)
+            values = torch.Generator().manual_seed(shared.randrange(1 << 30))
+            full = torch.randint(-1000, 1000, (size, size * count), generator=values).to(dtype)
+            table = [[shared.choice([0, 1, count // 2]) for _ in range(size)] for _ in range(size)]
+            group._memory = memory if own.randrange(2) else None
+            check = data_path.CallCheck(7, str, lambda said: AssertionError(said), flags)
+            part = full[rank, :count].clone()
+            out = torch.zeros(count, dtype=dtype)
+            if op == 0:
+                out = torch.zeros(size * count, dtype=dtype)
+                group.all_gather_flat(out, part, check)
+                expected = full[:, :count].reshape(-1)
+            elif op == 1:
+                group.all_reduce_flat(out, part, check)
+                expected = sum_in_order(full[:, :count])
+            elif op == 2:
+                group.reduce_scatter_flat(out, full[rank].clone(), check)
+                expected = sum_in_order(full.view(size, size, count)[:, rank])
+            elif op == 3:
+                group.broadcast_flat(out, part, root, check)
+                expected = full[root, :count]
+            elif op == 4:
+                out = torch.zeros(size * count, dtype=dtype)
+                group.exchange_flat(out, full[rank].clone(), call_check=check)
+                expected = full.view(size, size, count)[:, rank].reshape(-1)
+            elif op == 5:
+                out = torch.zeros(sum(row[rank] for row in table), dtype=dtype)
+                send, receive = table[rank], [row[rank] for row in table]
+                group.exchange_flat(out, full[rank, : sum(send)].clone(), send, receive, check)
+                pieces = [full[r, : sum(table[r])].split(table[r])[rank] for r in range(size)]
+                expected = torch.cat(pieces)
+            elif op == 6:
+                group.relay_flat(out[: 0 if rank == 0 else count], part[: 0 if rank == size - 1 else count],
+                                 rank - 1 if rank else None, check)  # fmt: skip
+                expected = full[rank - 1, :count] if rank else torch.zeros(count, dtype=dtype)
+            else:
+                dist.all_reduce(part)
+                out, expected = part, sum_in_order(full[:, :count])
+            if not torch.equal(out, expected):
+                wrong.append(f"call {number}, operation {op}, {count} elements of {dtype}")
+    finally:
+        group._memory = memory
+    return wrong
+
+
+def sum_in_order(rows: Tensor) -> Tensor:
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total = total + row
+    return total
+
+
+@native
+def test_ranks_may_take_either_path_in_each_call(ranks: Run) -> None:
+    for seed in range(3):
+        assert ranks(mixed, seed, 60) == [[]] * W
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ranks_may_take_either_path_in_many_calls(ranks: Run) -> None:
+    for seed in range(100, 400):
+        assert ranks(mixed, seed, 200) == [[]] * W
+
+
+def bits_of_sums(dtype: torch.dtype) -> list[tuple[int, bool]]:
+    """Whether sums of arbitrary bits are the same in C and in Python, for several sizes."""
+    group, memory = world(), world()._memory
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    same = []
+    for count in (1, 3, 64, 513, 2000):
+        raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        given = (raw & 1).view(dtype) if dtype is torch.bool else raw.view(dtype)
+        results = []
+        for path in (memory, None):
+            group._memory = path
+            out = torch.empty_like(given)
+            group.all_reduce_flat(out, given)
+            if dtype.is_floating_point or dtype.is_complex:
+                out = torch.view_as_real(out) if dtype.is_complex else out
+                out[out.isnan()] = float("nan")  # which of several is not the same on all processors
+            results.append(out.view(torch.uint8))
+        group._memory = memory
+        same.append((count, torch.equal(*results)))
+    return same
+
+
+@native
+@pytest.mark.parametrize("dtype", _KIND_OF_SUM, ids=str)
+def test_sums_of_arbitrary_bits_are_those_of_torch(dtype: torch.dtype, ranks: Run) -> None:
+    for same in ranks(bits_of_sums, dtype):
+        assert all(equal for _, equal in same), same
+
+
+# ---- what C does not see
+
+
+def versions() -> list[int]:
+    tensor, part = torch.ones(4), torch.ones(4, requires_grad=True)
+    seen = [tensor._version]
+    for call in (lambda: dist.all_reduce(tensor), lambda: dist.broadcast(tensor, 0)):
+        call()
+        seen.append(tensor._version)
+    dist.broadcast(part.detach(), 0)
+    seen.append(part._version)
+    return seen
+
+
+def test_a_tensor_that_a_call_writes_is_known_to_have_changed(ranks: Run) -> None:
+    for seen in ranks(versions):
+        assert seen[0] < seen[1] < seen[2]
+        assert seen[3] > 0
+
+
+def test_zeros_without_memory_are_sent(ranks: Run) -> None:
+    def work() -> Tensor:
+        out = torch.ones(W * 3)
+        world().all_gather_flat(out, torch._efficientzerotensor((3,)))
+        return out
+
+    assert all(torch.equal(out, torch.zeros(W * 3)) for out in ranks(work))
+
+
+# ---- with and without
+
+
+def test_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADMESH_SHM_NATIVE", "0")
+    with gm.Ranks(2, backend="shm") as pool:
+        assert pool.run(lambda: world()._memory is None) == [True, True]
+
+
+@native
+def test_ranks_of_a_group_may_differ_in_it() -> None:
+    def work() -> float:
+        x = torch.tensor([1.0 + gm.rank()], requires_grad=True)
+        for _ in range(5):
+            total = gm.all_reduce(x, dst=gm.R).sum() + gm.all_gather(x).square().sum()
+        return float(total) + float(torch.autograd.grad(total, x)[0])
+
+    def without() -> None:
+        if dist.get_rank() == 1:
+            world()._memory = None
+
+    with gm.Ranks(2, backend="shm") as pool:
+        expected = pool.run(work)
+        pool.run(without)
+        assert pool.run(work) == expected
+
+
+def built(folder: Path, **environment: str) -> tuple[str, str, str]:
+    """The name of a wheel that is built in this environment, its libraries, and what the build said."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    return wheel.name, " ".join(libraries), done.stdout + done.stderr
+
+
+@compiled
+def test_wheel_of_a_machine_with_a_compiler_is_for_every_python(tmp_path: Path) -> None:
+    name, libraries, _ = built(tmp_path)
+    assert "-cp311-abi3-linux_" in name
+    assert libraries == "gradmesh/backends/shm/_native.abi3.so"
+
+
+@pytest.mark.parametrize(
+    "environment", [{"CC": "cc-that-fails"}, {"GRADMESH_NATIVE": "0"}], ids=["no compiler", "not wanted"]
+)
+def test_wheel_without_a_compiler_is_pure_python(environment: dict[str, str], tmp_path: Path) -> None:
+    broken = tmp_path / "bin" / "cc-that-fails"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    environment = environment | {"PATH": f"{broken.parent}:{os.environ['PATH']}"}
+    name, libraries, said = built(tmp_path / "wheel", **environment)
+    assert name.endswith("-py3-none-any.whl")
+    assert not libraries
+    assert "without its data path in C" in said
