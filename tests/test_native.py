@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.backends.shm import data_path
-from gradmesh.backends.shm.data_path import _KIND_OF_SUM
+from gradmesh.backends.own_group import CallCheck
+from gradmesh.backends.shm.data_path import _KIND_OF_SUM, is_native
 from gradmesh.backends.shm.group import ShmGroup
 from tools.native.__main__ import OPTIONS, build, run
 
 ROOT = Path(__file__).parent.parent
-native = pytest.mark.skipif(data_path._native is None, reason="the data path in C was not built")
+native = pytest.mark.skipif(not is_native(), reason="the data path in C was not built")
 compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 W = 3
 
@@ -79,7 +79,7 @@ def mixed(seed: int, calls: int) -> list[str]:
             full = torch.randint(-1000, 1000, (size, size * count), generator=values).to(dtype)
             table = [[shared.choice([0, 1, count // 2]) for _ in range(size)] for _ in range(size)]
             group._memory = memory if own.randrange(2) else None
-            check = data_path.CallCheck(7, str, lambda said: AssertionError(said), flags)
+            check = CallCheck(7, str, lambda said: AssertionError(said), flags)
             part = full[rank, :count].clone()
             out = torch.zeros(count, dtype=dtype)
             if op == 0:

@@ -37,7 +37,7 @@ def build(into: Path, options: Sequence[str], compiler: str = "cc") -> None:
 
 def run(program: Path, ranks: int, calls: int, seed: int) -> str:
     """What the program prints; the last lines of its errors if it failed."""
-    command = [program, *map(str, (ranks, calls, seed))]
+    command = [str(program), *map(str, (ranks, calls, seed))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else f"failed: {done.stderr.strip()[-2000:]}"
 

@@ -115,11 +115,11 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     Without a derivative no graph node is built, as that takes longer than a small collective on fast backends. `token`
     is that of a call that has to precede this one in the graph.
     """
-    if compiling() and not isinstance(op, Traced):
+    if compiling() and type(op) is not Traced:
         return _compiled(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
-    if isinstance(op, Traced) and tracing_script():
+    if type(op) is Traced and tracing_script():
         return op.run(x, call)  # a node would be recorded as a Python call, which cannot be saved
     transforms = transforms_active()
     if call is None and not transforms and not torch.is_grad_enabled():
@@ -164,13 +164,13 @@ def apply(
     state = rank_state()
     if state.started.dropped:
         refuse_dropped(op, x)
-    chain, linear = state.of_thread.chain, isinstance(op, LinearOp)
+    chain, original = state.of_thread.chain, op
     if tracing():
         op = Traced(op)
     if chain is None:
         return make(op, x)
     try:
-        if torch.is_grad_enabled() and linear and differentiable(x):
+        if torch.is_grad_enabled() and isinstance(original, LinearOp) and differentiable(x):
             return ordered(chain, op, x)
         chain.refuse_reentrant(op)
     except OrderError as error:  # of ordered(): nothing was sent
@@ -196,13 +196,13 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
 
     Also a Python frame for profile functions, which cannot see `apply` where torch has it in C++.
     """
-    node: Any = _Rule if functorch_active() else _Node
-    deferred = None if node is _Rule else rank_state().of_thread.deferred
     made: tuple[Tensor, Tensor]
-    if deferred is None:
-        made = node.apply(op, x, token, call)
+    if functorch_active():
+        made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
+    elif (deferred := rank_state().of_thread.deferred) is None:
+        made = _make_node(op, x, token, call)
     else:
-        made = deferred.recorded(op, x, call, lambda: node.apply(op, x, token, call))
+        made = deferred.recorded(op, x, call, lambda: _make_node(op, x, token, call))
     return made
 
 
@@ -392,7 +392,7 @@ class _Rule(torch.autograd.Function):
         nothing = grad is None
         if grad is None or grad.layout is not torch.strided:
             grad = dense_gradient(ctx, grad)
-        if check_level() == FULL and not isinstance(op, Traced) and op.dst is I and grad.numel() == 1:
+        if check_level() == FULL and type(op) is not Traced and op.dst is I and grad.numel() == 1:
             from gradmesh.autograd.missing_sums import compare_after_pass
 
             compare_after_pass(op, ctx, ctx.call)
@@ -458,3 +458,7 @@ class _Node(torch.autograd.Function):
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp
+
+
+_make_node: Callable[..., Any] = super(torch.autograd.Function, _Node).apply
+"""`_Node.apply` without torch's Python around it, which only torch.func transforms need."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradmesh._util.environment import VARIABLES, missing
 from gradmesh.backends import shm
+from gradmesh.backends.shm import data_path
 
 
 def version() -> str:
@@ -22,9 +23,10 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of gradmesh, torch and Python, and the machine's cores and GPUs."""
+    """Versions of gradmesh, torch and Python, what shm copies with, and the machine's cores and GPUs."""
     return {
         "gradmesh": version(),
+        "shm data path": "C" if data_path.is_native() else "Python",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": str(cores()),

@@ -1,12 +1,12 @@
 """The `shm` backend of torch.distributed: ranks are processes of one host that exchange tensors in shared memory.
 
 It supports CPU tensors. `torch.distributed.init_process_group("shm")` and `new_group(backend="shm")` create its groups
-once gradmesh is imported. It is written in Python: torch copies and adds, the kernel handles sleeping and waking.
+once gradmesh is imported. Torch copies and adds, or native.c; the kernel handles sleeping and waking.
 
 The modules, bottom up:
 
 * `shared_memory`: the ranks rendezvous through the store and map an anonymous segment. It contains, for each rank,
-  two chunks of 1 MiB as bounce buffers and a few words of 8 bytes that only this rank writes; and a ring buffer
+  two chunks of 1 MiB as bounce buffers and a few lines of the cache that only this rank writes; and a ring buffer
   for each pair of ranks. Live processes are tracked with pidfds. A rank sleeps on the word that will change (futex).
 * `engine`: a collective proceeds in epochs: write a chunk, publish a counter, wait until all ranks have, read their
   chunks. This is a flat barrier with a flag for each rank (Mellor-Crummey and Scott 1991 compare barriers); the two
@@ -16,8 +16,8 @@ The modules, bottom up:
   all engines of a process are advanced by any waiting thread, otherwise by the progress thread.
 * `data_path` copies tensors into shared memory and out of it, for each collective, as generators that yield to wait.
   With more than two ranks, large sums are a reduce-scatter and an all-gather (Rabenseifner 2004). Sums are in rank
-  order, so that results are bitwise identical on every rank. Its `DirectCalls` are gradmesh's data path, which bypasses
-  queue and works if one chunk is enough. Both are interchangeable between ranks.
+  order, so that results are bitwise identical on every rank. Its `DirectCalls` make a call at once, in native.c if
+  it is there and one chunk is enough. All ways are interchangeable between ranks.
 * Point-to-point messages (`p2p`) use the ring buffers: eager up to the free space of the ring; the rest follows as the
   receiver reads (rendezvous).
 * `group` is the process group: it queues calls in the engine. `FlatGroup` checks and flattens torch's tensors for it.

@@ -32,7 +32,7 @@ from gradmesh.backends.own_group import (
     reducible,
     refusal,
 )
-from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep, unfinished
+from gradmesh.backends.shm.engine import UNFINISHED, Call, CallWork, Engine, Lockstep
 from gradmesh.backends.shm.shared_memory import Segment
 
 try:
@@ -285,51 +285,43 @@ class Primitive(NamedTuple):
     steps: Callable[[Call, Tensor, Tensor, Any], Steps]
 
 
-Counts = tuple[Sequence[int], Sequence[int]]
-
-
-def _all_gather(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    return all_gather(call, out.view(call.lockstep.size, given.numel()), given)
-
-
-def _all_reduce(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    return all_reduce(call, out, given, "SUM")
-
-
-def _reduce(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
-    return reduce(call, out, given, "SUM", root)
-
-
 def _parts(call: Call, flat: Tensor) -> Sequence[Tensor]:
     return flat.view(call.lockstep.size, flat.numel() // call.lockstep.size).unbind(0)
 
 
-def _reduce_scatter(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    return reduce_scatter(call, out, _parts(call, given), "SUM")
-
-
-def _exchange_even(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    return exchange(call, _parts(call, out), _parts(call, given))
-
-
-def _exchange(call: Call, out: Tensor, given: Tensor, counts: Counts) -> Steps:
-    send, receive = counts
-    return exchange(call, out.split(list(receive)), given.split(list(send)))
-
-
-def _barrier(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
-    return call.meet()
-
-
-ALL_GATHER = Primitive("all_gather_single", "all_gather", 0, _all_gather)
-ALL_REDUCE = Primitive("all_reduce", "all_reduce(sum)", 1, _all_reduce)
-REDUCE = Primitive("reduce", "reduce(sum, root {})", 2, _reduce)
+ALL_GATHER = Primitive(
+    "all_gather_single",
+    "all_gather",
+    0,
+    lambda call, out, given, _: all_gather(call, out.view(call.lockstep.size, given.numel()), given),
+)
+ALL_REDUCE = Primitive(
+    "all_reduce", "all_reduce(sum)", 1, lambda call, out, given, _: all_reduce(call, out, given, "SUM")
+)
+REDUCE = Primitive(
+    "reduce", "reduce(sum, root {})", 2, lambda call, out, given, root: reduce(call, out, given, "SUM", root)
+)
 BROADCAST = Primitive("broadcast", "broadcast(root {})", 3, broadcast)
-REDUCE_SCATTER = Primitive("reduce_scatter_single", "reduce_scatter(sum)", 4, _reduce_scatter)
-EXCHANGE_EVEN = Primitive("all_to_all_single", "all_to_all", 5, _exchange_even)
-EXCHANGE = Primitive("all_to_all_single", "all_to_all{}", 6, _exchange)
+REDUCE_SCATTER = Primitive(
+    "reduce_scatter_single",
+    "reduce_scatter(sum)",
+    4,
+    lambda call, out, given, _: reduce_scatter(call, out, _parts(call, given), "SUM"),
+)
+EXCHANGE_EVEN = Primitive(
+    "all_to_all_single",
+    "all_to_all",
+    5,
+    lambda call, out, given, _: exchange(call, _parts(call, out), _parts(call, given)),
+)
+EXCHANGE = Primitive(
+    "all_to_all_single",
+    "all_to_all{}",
+    6,
+    lambda call, out, given, counts: exchange(call, out.split(list(counts[1])), given.split(list(counts[0]))),
+)
 RELAY = Primitive("relay", "relay(from {})", 7, relay)
-BARRIER = Primitive("barrier", "barrier", 8, _barrier)
+BARRIER = Primitive("barrier", "barrier", 8, lambda call, *_: call.meet())
 
 
 _COMPARED = 0xFFFF_FFFF_FFFF_FFFF & ~FLAGS
@@ -397,11 +389,14 @@ _MOST_RANKS = 1024
 """native.c has a row for each rank on its stack."""
 
 
+def is_native() -> bool:
+    """Whether the data path in C is there and not turned off."""
+    return _native is not None and SHM_NATIVE.value() > 0
+
+
 def memory_for_native(segment: Segment) -> object:
     """What native.c needs to know of a group's memory; None where the data path is the one in Python."""
-    if _native is None or not SHM_NATIVE.value() or segment.size > _MOST_RANKS:
-        return None
-    return _native.attach(*segment.addresses)
+    return _native.attach(*segment.addresses) if is_native() and segment.size <= _MOST_RANKS else None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -549,7 +544,7 @@ class DirectCalls(OwnGroup):
             if idle and status != _LATE and engine.complete(steps):
                 return
             work = CallWork(engine, steps, None, out.is_inference(), shown)
-            engine.post(work, begun=idle)
+            engine.post(work, at_once=idle)
         work.wait()
 
     def _at_once(
@@ -586,7 +581,7 @@ class DirectCalls(OwnGroup):
             epoch,
             engine.pauses,
             engine.spins,
-            0 if unfinished() else _PATIENCE,
+            0 if len(UNFINISHED) else _PATIENCE,
         )
         if status == _FLAGS_DIFFER:
             lockstep.agree(bits, call_check)

@@ -49,26 +49,27 @@ PAUSE = 0.002
 """Seconds between two polls if there is no single word to sleep on."""
 
 _lock = threading.Lock()
-_unfinished: weakref.WeakSet[Engine] = weakref.WeakSet()
+UNFINISHED: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""The groups with pending calls."""
 _waited_for: list[Engine] = []
 
 
 def busy(engine: Engine) -> None:
     """Register a group with pending calls."""
     with _lock:
-        _unfinished.add(engine)
+        UNFINISHED.add(engine)
 
 
 def idle(engine: Engine) -> None:
     """Unregister a group without pending calls."""
     with _lock:
-        _unfinished.discard(engine)
+        UNFINISHED.discard(engine)
 
 
 def unfinished() -> list[Engine]:
     """The groups with pending calls."""
     with _lock:
-        return list(_unfinished)
+        return list(UNFINISHED)
 
 
 def progress(waiting: Engine | None = None, in_call: bool = False) -> bool:
@@ -90,7 +91,7 @@ def waiting(engine: Engine) -> Iterator[None]:
     finally:
         with _lock:
             _waited_for.remove(engine)
-            left = engine in _unfinished
+            left = engine in UNFINISHED
         if left:
             _helper.resume()
 
@@ -98,7 +99,7 @@ def waiting(engine: Engine) -> Iterator[None]:
 def _unattended() -> list[Engine]:
     """The groups with pending calls that no thread waits for."""
     with _lock:
-        return [engine for engine in _unfinished if engine not in _waited_for]
+        return [engine for engine in UNFINISHED if engine not in _waited_for]
 
 
 def _poll_unattended() -> None:
@@ -522,12 +523,12 @@ class Engine:
             raise
         return True
 
-    def post(self, work: CallWork, *, begun: bool = False, background: bool = False) -> None:
+    def post(self, work: CallWork, *, at_once: bool = False, background: bool = False) -> None:
         """Start a call and advance it as far as possible; in the background too if the caller may not wait soon."""
         with self.lock:
             self.check()
             self.queue.append(work)
-            if (len(self.queue) == 1 and not begun) or self.lockstep.arrived():
+            if (len(self.queue) == 1 and not at_once) or self.lockstep.arrived():
                 self._advance()
             if self.queue:
                 busy(self)
@@ -844,7 +845,7 @@ class Engine:
 def _reset_after_fork() -> None:
     global _lock, _helper
     _lock, _helper = threading.Lock(), _Helper()
-    _unfinished.clear()
+    UNFINISHED.clear()
     _waited_for.clear()
     for engine in list(run.engines):
         engine.reset_after_fork()

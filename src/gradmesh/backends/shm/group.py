@@ -127,7 +127,6 @@ class ShmGroup(FlatGroup, DirectCalls):
         """Make a call of one tensor in C, if the caller waits for it and the tensors are plain memory; else False."""
         if (
             self._memory is None
-            or opts is None
             or getattr(opts, "asyncOp", True)
             or self._coalesced is not None
             or not _plain(given)
@@ -140,48 +139,35 @@ class ShmGroup(FlatGroup, DirectCalls):
 
     @override
     def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
-        flat = tensors[0]
-        if (
-            len(tensors) == 1
-            and reduction(opts, self.backend) == "SUM"
-            and self._made(data_path.ALL_REDUCE, flat, flat, flat.numel(), opts)
-        ):
-            return Done(tensors)
-        return super().allreduce(tensors, opts)
+        flat, own = tensors[0], len(tensors) == 1 and reduction(opts, self.backend) == "SUM"
+        made = own and self._made(data_path.ALL_REDUCE, flat, flat, flat.numel(), opts)
+        return Done(tensors) if made else super().allreduce(tensors, opts)
 
     @override
     def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        flat = tensors[0]
-        if len(tensors) == 1 and self._made(
-            data_path.BROADCAST, flat, flat, flat.numel(), opts, opts.rootRank
-        ):
-            return Done(tensors)
-        return super().broadcast(tensors, opts)
+        flat, own, root = tensors[0], len(tensors) == 1, opts.rootRank
+        made = own and self._made(data_path.BROADCAST, flat, flat, flat.numel(), opts, root)
+        return Done(tensors) if made else super().broadcast(tensors, opts)
 
     @override
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        if len(inputs) == len(outputs) == 1:
-            (out,), (given,) = outputs, inputs
-            each = given.numel()
-            if out.numel() == self.count * each and self._made(_ALL_GATHER, out, given, each, opts):
-                return Done(outputs)
-        return super().all_gather_single_coalesced(outputs, inputs, opts)
+        out, given = outputs[0], inputs[0]
+        own = len(inputs) == len(outputs) == 1 and out.numel() == self.count * given.numel()
+        made = own and self._made(_ALL_GATHER, out, given, given.numel(), opts)
+        return Done(outputs) if made else super().all_gather_single_coalesced(outputs, inputs, opts)
 
     @override
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        if len(inputs) == len(outputs) == 1 and reduction(opts, self.backend) == "SUM":
-            (out,), (given,) = outputs, inputs
-            each = out.numel()
-            fits = given.numel() == self.count * each and not _overlap(out, given)
-            if fits and self._made(_REDUCE_SCATTER, out, given, each, opts):
-                return Done(outputs)
-        return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        out, given = outputs[0], inputs[0]
+        own = len(inputs) == len(outputs) == 1 and given.numel() == self.count * out.numel()
+        own = own and reduction(opts, self.backend) == "SUM" and not _overlap(out, given)
+        made = own and self._made(_REDUCE_SCATTER, out, given, out.numel(), opts)
+        return Done(outputs) if made else super().reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     @override
     def barrier(self, opts: Any = None) -> OwnWork:
-        if self._made(data_path.BARRIER, self._nothing, self._nothing, 0, opts):
-            return Done([])
-        return super().barrier(opts)
+        made = self._made(data_path.BARRIER, self._nothing, self._nothing, 0, opts)
+        return Done([]) if made else super().barrier(opts)
 
     # -- movements
 
