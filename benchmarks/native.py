@@ -1,0 +1,141 @@
+"""The shm backend with its data path in C, with that in Python, and Gloo: python -m benchmarks.native.
+
+Three groups of the same ranks; each round times every one in turn, call by call. A figure is the median over the rounds
+of the slowest rank, in microseconds; all_gather + backward are `gm.all_gather` and `torch.autograd.grad` of its result.
+`--memory` measures what the copies of an all_gather cost by themselves, one or several processes at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh._util import environment
+from gradmesh.backends.shm.data_path import is_native
+
+SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}
+COLUMNS = ("shm, C", "shm, Python", "gloo")
+
+
+def groups() -> dict[str, dist.ProcessGroup]:
+    """A group for each column."""
+    made = {}
+    for name, value in (("shm, C", "1"), ("shm, Python", "0")):
+        # By its module: the ranks get a copy of what this one names.
+        os.environ[environment.SHM_NATIVE.name] = value
+        environment.SHM_NATIVE.forget()
+        made[name] = dist.new_group(backend="shm")
+    made["gloo"] = dist.new_group(backend="gloo")
+    return made
+
+
+def calls(group: dist.ProcessGroup, count: int) -> dict[str, Callable[[], object]]:
+    """What is timed, on `count` elements of a rank."""
+    size = dist.get_world_size()
+    x, whole, cotangent = torch.ones(count), torch.empty(size * count), torch.ones(size * count)
+    w, zeros = torch.ones(count, requires_grad=True), torch.zeros(count)
+    return {
+        "all_gather": lambda: dist.all_gather_single(whole, x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(x, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(zeros, group=group),
+        "gm.all_gather + backward": lambda: torch.autograd.grad(gm.all_gather(w, group), w, cotangent),
+    }
+
+
+def on_each_rank(rounds: int) -> dict[tuple[str, str, str], list[float]]:
+    """Microseconds of each round, by call, size and column."""
+    torch.set_num_threads(1)
+    taken: dict[tuple[str, str, str], list[float]] = {}
+    made = groups()
+    for size, length in SIZES.items():
+        columns = {name: calls(group, length // 4) for name, group in made.items()}
+        repeats = 20 if length <= 4096 else 5 if length <= 1 << 19 else 2
+        for number in range(rounds + 1):
+            for call in columns[COLUMNS[0]]:
+                for name in COLUMNS:
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    for _ in range(repeats):
+                        columns[name][call]()
+                    if number:  # the first one touches memory
+                        spent = 1e6 * (time.perf_counter() - begin) / repeats
+                        taken.setdefault((call, size, name), []).append(spent)
+    return taken
+
+
+def rows(ranks: int, rounds: int) -> Iterator[str]:
+    """Rows of a Markdown table."""
+    results = gm.launch(on_each_rank, ranks, args=(rounds,), backend="shm")
+    slowest = {
+        key: statistics.median(map(max, zip(*(each[key] for each in results), strict=True)))
+        for key in results[0]
+    }
+    for call in dict.fromkeys(call for call, _, _ in slowest):
+        for size in SIZES:
+            native, python, gloo = (slowest[call, size, name] for name in COLUMNS)
+            yield (
+                f"| {ranks} | {call} | {size} | {native:.1f} | {python:.1f} | {gloo:.1f} | "
+                f"{python / native:.1f} | {gloo / native:.1f} |"
+            )
+
+
+def copies(length: int, rounds: int = 200) -> list[float]:
+    """Microseconds of the copies of an all_gather on this rank: fastest of some rounds of three ways."""
+    torch.set_num_threads(1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shared = torch.zeros(size, length, dtype=torch.uint8).share_memory_()
+    everyone: list[Tensor] = [shared] * size
+    dist.all_gather_object(everyone, shared)
+    chunks = [each[number] for number, each in enumerate(everyone)]
+    given, out, private = (torch.zeros(n, length, dtype=torch.uint8) for n in (1, size, size))
+    ways: list[Callable[[], object]] = [
+        lambda: out.copy_(private),
+        lambda: chunks[rank].copy_(given[0]),
+        lambda: [out[number].copy_(chunk) for number, chunk in enumerate(chunks)],
+    ]
+    best = [float("inf")] * len(ways)
+    for _ in range(rounds):
+        for number, way in enumerate(ways):
+            dist.barrier()
+            begin = time.perf_counter()
+            way()
+            best[number] = min(best[number], 1e6 * (time.perf_counter() - begin))
+    return best
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--memory", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.memory:
+        print(
+            "| ranks | bytes a rank | into private memory | into its chunk | from all chunks |\n|---|---|---|---|---|"
+        )
+        for ranks in (1, 2, 4):
+            for size in ("64 KiB", "512 KiB", "4 MiB"):
+                measured = zip(*gm.launch(copies, ranks, args=(SIZES[size],), backend="shm"), strict=True)
+                print(f"| {ranks} | {size} | " + " | ".join(f"{max(each):.1f}" for each in measured) + " |")
+        return
+    if not is_native():
+        raise SystemExit("the data path in C is not there: see `gradmesh info`")
+    print("| ranks | call | bytes a rank | shm, C | shm, Python | gloo | Python : C | gloo : C |")
+    print("|---|---|---|---|---|---|---|---|")
+    for ranks in (2, 4):
+        for row in rows(ranks, given.rounds):
+            print(row)
+
+
+if __name__ == "__main__":
+    main()
