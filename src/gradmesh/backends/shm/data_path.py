@@ -40,8 +40,8 @@ try:
 except ImportError:  # it was built without a C compiler
     _native = None  # type: ignore[assignment]
 
-_SHARED_WORK = 1 << 16
-"""Minimum bytes per rank for which more than two ranks divide the work of a sum, which needs an additional epoch."""
+_SHARED_WORK = 1 << 20
+"""Bytes of all ranks above which more than two ranks divide the work of a sum, which needs an additional epoch."""
 
 
 def _windows(total: int, width: int) -> Iterator[tuple[int, int]]:
@@ -111,7 +111,7 @@ def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
 
 def shares_work(size: int, given: Tensor) -> bool:
     """Whether the ranks divide the work of a sum."""
-    return size > 2 and given.numel() * given.dtype.itemsize >= _SHARED_WORK
+    return size > 2 and size * given.numel() * given.dtype.itemsize > _SHARED_WORK
 
 
 def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
