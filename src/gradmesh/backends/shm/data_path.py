@@ -141,17 +141,6 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
             part[ready].copy_(row[ready])
 
 
-def write_pieces(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
-    """Write the other ranks' pieces of a window into the local chunk, starting with the next rank."""
-    for step, piece in enumerate(pieces, 1):
-        piece.copy_(_cut(given[(rank + step) % len(given)], start, end))
-
-
-def piece_for(pieces: Sequence[Sequence[Tensor]], source: int, target: int) -> Tensor:
-    """The view where `write_pieces` on the source wrote the target's piece."""
-    return pieces[source][(target - source - 1) % len(pieces)]
-
-
 def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
     """Write the others' pieces; read the pieces for this rank and reduce them."""
     lockstep = call.lockstep
@@ -161,14 +150,15 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
         own = own.clone()  # it is read after `out` has been written
     others = max(1, size - 1)
     for start, end in _windows(out.numel(), _width(call.lockstep, out.dtype, others)):
-        pieces = call.slots(out.dtype, others * (end - start)).pieces(others)
-        if size > 1 and not call.opened:
-            write_pieces(pieces[rank], given, rank, start, end)
+        # On each rank the pieces for the others, beginning with the next rank.
+        slots = call.slots(out.dtype, others * (end - start))
+        pieces = [row.view(others, end - start) for row in slots.rows]
+        if not call.opened:
+            for step in range(1, size):
+                pieces[rank][step - 1].copy_(_cut(given[(rank + step) % size], start, end))
         yield from call.meet()
-        rows = [
-            _cut(own, start, end) if source == rank else piece_for(pieces, source, rank)
-            for source in range(size)
-        ]
+        rows = [pieces[source][(rank - source - 1) % size % others] for source in range(size)]
+        rows[rank] = _cut(own, start, end)
         fold(op, rows, _cut(out, start, end))
 
 

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,23 +72,11 @@ def segment_bytes(size: int, chunk: int) -> int:
     return -(-words // _PAGE) * _PAGE + (size + 2) * size * chunk
 
 
-class Slots:
+class Slots(NamedTuple):
     """Views of one chunk of every rank: as one tensor (rank, element), and one per rank."""
 
-    __slots__ = ("_pieces", "rows", "together")
-
-    def __init__(self, together: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        self.together = together
-        self.rows = rows
-        self._pieces: list[list[torch.Tensor]] | None = None
-
-    def pieces(self, parts: int) -> list[list[torch.Tensor]]:
-        """Each rank's chunk in equal parts; `parts` must be the same at every call."""
-        if self._pieces is None:
-            with torch.inference_mode(False):
-                each = self.together.shape[1] // parts
-                self._pieces = [list(row.view(parts, each).unbind(0)) for row in self.rows]
-        return self._pieces
+    together: torch.Tensor
+    rows: list[torch.Tensor]
 
 
 class Buffers:
