@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ def compile_native(root: Path, into: Path, options: tuple[str, ...] = OPTIONS) -
     """Compile it; the reason if it cannot be done."""
     if not sys.platform.startswith("linux"):
         return f"the shm backend needs Linux, not {sys.platform}"
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc") or ["cc"]
     compiler = compiler if shutil.which(compiler[0]) else ["cc"]
     if shutil.which(compiler[0]) is None:
         return "no C compiler"
-    into.parent.mkdir(parents=True, exist_ok=True)
     headers = f"-I{sysconfig.get_path('include')}"
     command = [*compiler, *options, headers, str(root / SOURCE), "-o", str(into)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -46,7 +46,9 @@ class NativePath(BuildHookInterface):  # type: ignore[type-arg]
         root = Path(self.root)
         wanted = os.environ.get("GRADMESH_NATIVE", "")
         editable = version == "editable"
-        into = root / SOURCE.with_name(LIBRARY) if editable else root / "build" / "native" / LIBRARY
+        # Not in the source tree, which may not be writable.
+        self._folder = Path(tempfile.mkdtemp())
+        into = (root / SOURCE.parent if editable else self._folder) / LIBRARY
         problem = "GRADMESH_NATIVE=0" if wanted == "0" else compile_native(root, into)
         if problem is not None:
             into.unlink(missing_ok=True)
@@ -58,3 +60,7 @@ class NativePath(BuildHookInterface):  # type: ignore[type-arg]
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"cp311-abi3-{platform}"
             build_data["force_include"][str(into)] = f"gradmesh/backends/shm/{LIBRARY}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Called when it has built."""
+        shutil.rmtree(self._folder, ignore_errors=True)

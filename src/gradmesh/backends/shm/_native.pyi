@@ -1,5 +1,7 @@
 """The data path in C: native.c. It is there if it could be built."""
 
+LAYOUT: int
+
 def attach(lines: int, even: int, odd: int, chunks: int, rank: int, size: int, chunk: int, /) -> object: ...
 def run(
     memory: object,

@@ -39,6 +39,8 @@ try:
     from gradmesh.backends.shm import _native
 except ImportError:  # it was built without a C compiler
     _native = None  # type: ignore[assignment]
+_LAYOUT = 1
+"""That of native.c: a library that was built from another version of it is not used."""
 
 _SHARED_WORK = 1 << 20
 """Bytes of all ranks above which more than two ranks divide the work of a sum, which needs an additional epoch."""
@@ -370,9 +372,8 @@ _KIND_OF_SUM = {
 _LARGEST_SUM = {torch.float16: 1 << 12, torch.bfloat16: 1 << 15}
 """Bytes above which torch, which has instructions for these types, is faster than C."""
 _SUMS = {ALL_REDUCE.number, REDUCE.number, REDUCE_SCATTER.number}
-_DONE, _FLAGS_DIFFER, _LATE = 0, 1, 2
-_NOT_TAKEN = -1
-"""Results of native.c, and none."""
+_FLAGS_DIFFER, _LATE, _NOT_TAKEN = 1, 2, 5
+"""Results of native.c, where a lower one is that all is done; and of a call that it does not make."""
 _PATIENCE = 50_000_000
 """Nanoseconds that native.c sleeps at most, before it is checked whether the other ranks are alive."""
 _MOST_RANKS = 1024
@@ -381,7 +382,7 @@ _MOST_RANKS = 1024
 
 def is_native() -> bool:
     """Whether the data path in C is there and not turned off."""
-    return _native is not None and SHM_NATIVE.value() > 0
+    return SHM_NATIVE.value() > 0 and getattr(_native, "LAYOUT", 0) == _LAYOUT
 
 
 def memory_for_native(segment: Segment) -> object:
@@ -486,14 +487,11 @@ class DirectCalls(OwnGroup):
         bits = facts_hash(primitive.name, facts)
         parts = self.count - 1 if number in (REDUCE_SCATTER.number, EXCHANGE_EVEN.number) else 1
         item, kind, size = dtype.itemsize, _KIND_OF_SUM.get(dtype, 0), count * dtype.itemsize
-        if size * parts > self.engine.segment.chunk or (
-            sums and (not kind or size > _LARGEST_SUM.get(dtype, size))
-        ):
-            return Plan(bits, None, 0)
-        if number == ALL_REDUCE.number and shares_work(self.count, given):
-            return Plan(bits, None, 0)
+        fits = size * parts <= self.engine.segment.chunk
+        fits &= not (number == ALL_REDUCE.number and shares_work(self.count, given))
+        fits &= not sums or (kind > 0 and size <= _LARGEST_SUM.get(dtype, size))
         numbers = 1 + (sums and dtype.is_complex)
-        return Plan(bits, (primitive.number, kind, item // numbers), count * numbers)
+        return Plan(bits, (number, kind, item // numbers) if fits else None, count * numbers)
 
     def _run(
         self,
@@ -516,63 +514,57 @@ class DirectCalls(OwnGroup):
                 self._plans.clear()
             plan = self._plans[key] = self._plan(primitive, extra, given, count)
         bits = call_hash(plan.bits, call_check)
-        engine = self.engine
+        engine, lockstep, length = self.engine, self.engine.lockstep, given.numel()
         with engine.lock:
             engine.check()
-            idle = not engine.queue and not _torch.modes_active()
-            opened, status = False, _NOT_TAKEN
-            if idle and plan.native is not None and self._memory is not None:
-                status = self._at_once(plan.native, plan.elements, out, given, extra, sizes, bits, call_check)
-                if status in (_DONE, _FLAGS_DIFFER):
+            idle, status = not engine.queue and not _torch.modes_active(), _NOT_TAKEN
+            if (
+                idle
+                and plan.native is not None
+                and self._memory is not None
+                # A tensor of zeros may have no memory.
+                and ((own := given.data_ptr()) or not length)
+                and ((result := out.data_ptr()) or not out.numel())
+                and (sizes is None or self._in_a_chunk(sizes, given, out))
+            ):
+                table = None if sizes is None else array("Q", sizes)
+                lockstep.epoch = epoch = lockstep.epoch + 1
+                where = result, own, plan.elements, extra if type(extra) is int else -1
+                waiting = epoch, engine.pauses, engine.spins, 0 if len(UNFINISHED) else _PATIENCE
+                try:
+                    status = _native.run(
+                        self._memory,
+                        *plan.native,
+                        *where,
+                        0 if table is None else table.buffer_info()[0],
+                        bits,
+                        0 if call_check is None else FLAGS,
+                        *waiting,
+                    )
+                except BaseException as error:  # an interrupt, after this rank has published
+                    engine.abort_group(error)
+                    raise
+                if status == _FLAGS_DIFFER:
+                    lockstep.agree(bits, call_check)
+                if status <= _FLAGS_DIFFER:
                     return
-                opened = status != _NOT_TAKEN
+            opened = status != _NOT_TAKEN
             out, given = _flat(out), _flat(given)
             shown = Shown(primitive.shown.format(extra), [given], [out])
             check = call_check or CallCheck(0, shown, refusal(self._name))
-            call = Call(engine.lockstep, bits, check, opened=opened)
+            call = Call(lockstep, bits, check, opened=opened)
             steps = primitive.steps(call, out, given, extra)
-            if idle and status != _LATE and engine.complete(steps):
-                return
-            work = CallWork(engine, steps, None, out.is_inference(), shown)
-            engine.post(work, at_once=idle)
+            inference = out.is_inference()
+            if idle and status != _LATE and (torch.is_inference_mode_enabled() or not inference):
+                if engine.complete(steps):
+                    return
+                opened = True
+            work = CallWork(engine, steps, None, inference, shown)
+            engine.post(work, opened=opened)
         work.wait()
 
-    def _at_once(
-        self,
-        native: tuple[int, int, int],
-        elements: int,
-        out: Tensor,
-        given: Tensor,
-        extra: Any,
-        sizes: list[int] | None,
-        bits: int,
-        call_check: CallCheck | None,
-    ) -> int:
-        """Make a call in native.c; returns whether it is complete, or what is left."""
-        engine = self.engine
-        lockstep = engine.lockstep
-        size = given.numel()
-        epoch, own, result = lockstep.epoch + 1, given.data_ptr(), out.data_ptr()
-        # A tensor of zeros may have no memory.
-        if (size and not own) or (sizes is not None and size * given.itemsize > engine.segment.chunk):
-            return _NOT_TAKEN
-        table = None if sizes is None else array("Q", sizes)
-        lockstep.epoch = epoch
-        status = _native.run(
-            self._memory,
-            *native,
-            result,
-            own,
-            elements,
-            extra if type(extra) is int else -1,
-            0 if table is None else table.buffer_info()[0],
-            bits,
-            0 if call_check is None else FLAGS,
-            epoch,
-            engine.pauses,
-            engine.spins,
-            0 if len(UNFINISHED) else _PATIENCE,
-        )
-        if status == _FLAGS_DIFFER:
-            lockstep.agree(bits, call_check)
-        return status
+    def _in_a_chunk(self, sizes: Sequence[int], given: Tensor, out: Tensor) -> bool:
+        """Whether uneven parts are those of the tensors, and can be in one chunk."""
+        send, receive = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+        right = sum(send) == given.numel() and sum(receive) == out.numel()
+        return right and given.numel() * given.itemsize <= self.engine.segment.chunk

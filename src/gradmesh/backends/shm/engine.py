@@ -213,20 +213,14 @@ class Lockstep:
         self.segment = segment
         self.rank, self.size = segment.rank, segment.size
         self.epoch = 0
-        self._alone = segment.size == 1
 
     def publish(self) -> bool:
         """Publish what was written; returns whether all ranks have published."""
         self.epoch += 1
-        if self._alone:
-            return True
-        self._announce()
-        return self.arrived()
-
-    def _announce(self) -> None:
         shared_memory.fence()
         self.segment.published[self.epoch & 1][self.rank] = self.epoch
         shared_memory.wake(self.segment.word(self.rank, self.epoch))
+        return self.arrived()
 
     def look(self, looks: int) -> bool:
         """Poll up to `looks` times; returns whether all ranks have published this epoch."""
@@ -235,10 +229,6 @@ class Lockstep:
                 return True
             sched_yield()
         return False
-
-    def slots(self, epoch: int, dtype: torch.dtype, count: int, even: bool = True) -> Slots:
-        """Where the data of an epoch is, for `count` elements of each rank; `even`: the same count on every rank."""
-        return self.segment.slots(dtype, count, even)[epoch & 1]
 
     def counts(self) -> memoryview:
         """The counts of the last published epoch: one row of 2 * size per rank."""
@@ -292,9 +282,11 @@ class Call:
         self.opened = opened
 
     def slots(self, dtype: torch.dtype, count: int, even: bool = True) -> Slots:
-        """Where the data of the next epoch is (see `Lockstep.slots`); already written if the call is `opened`."""
-        epoch = self.lockstep.epoch + (not self.opened)
-        return self.lockstep.slots(epoch, dtype, count, even)
+        """Where the data of the next epoch is, for `count` elements of each rank; already written if it is `opened`.
+
+        `even`: every rank has the same count.
+        """
+        return self.lockstep.segment.slots(dtype, count, even)[(self.lockstep.epoch + (not self.opened)) & 1]
 
     def counts(self, counts: Sequence[int]) -> None:
         """Publish counts with the first epoch."""
@@ -523,12 +515,12 @@ class Engine:
             raise
         return True
 
-    def post(self, work: CallWork, *, at_once: bool = False, background: bool = False) -> None:
+    def post(self, work: CallWork, *, opened: bool = False, background: bool = False) -> None:
         """Start a call and advance it as far as possible; in the background too if the caller may not wait soon."""
         with self.lock:
             self.check()
             self.queue.append(work)
-            if (len(self.queue) == 1 and not at_once) or self.lockstep.arrived():
+            if (len(self.queue) == 1 and not opened) or self.lockstep.arrived():
                 self._advance()
             if self.queue:
                 busy(self)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
+from gradmesh import _torch
 from gradmesh._util.dtypes import NEVER_COPIED
 from gradmesh.backends.own_group import (
     DTYPES,
@@ -129,39 +130,46 @@ class ShmGroup(FlatGroup, DirectCalls):
             self._memory is None
             or getattr(opts, "asyncOp", True)
             or self._coalesced is not None
+            or _torch.functorch_active()
             or not _plain(given)
             or (out is not given and not (_plain(out) and out.dtype is given.dtype))
         ):
             return False
         self._run(primitive, out, given, extra, None, count)
-        increment_version(out)
+        if extra != self.place:  # a root keeps what it has
+            increment_version(out)
         return True
 
     @override
     def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
-        flat, own = tensors[0], len(tensors) == 1 and reduction(opts, self.backend) == "SUM"
-        made = own and self._made(data_path.ALL_REDUCE, flat, flat, flat.numel(), opts)
+        made = False
+        if len(tensors) == 1 and reduction(opts, self.backend) == "SUM":
+            made = self._made(data_path.ALL_REDUCE, tensors[0], tensors[0], tensors[0].numel(), opts)
         return Done(tensors) if made else super().allreduce(tensors, opts)
 
     @override
     def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        flat, own, root = tensors[0], len(tensors) == 1, opts.rootRank
-        made = own and self._made(data_path.BROADCAST, flat, flat, flat.numel(), opts, root)
+        made, root = False, opts.rootRank
+        if len(tensors) == 1 and 0 <= root < self.count:
+            made = self._made(data_path.BROADCAST, tensors[0], tensors[0], tensors[0].numel(), opts, root)
         return Done(tensors) if made else super().broadcast(tensors, opts)
 
     @override
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        out, given = outputs[0], inputs[0]
-        own = len(inputs) == len(outputs) == 1 and out.numel() == self.count * given.numel()
-        made = own and self._made(_ALL_GATHER, out, given, given.numel(), opts)
+        made = False
+        if len(inputs) == len(outputs) == 1:
+            out, given = outputs[0], inputs[0]
+            fits = out.numel() == self.count * given.numel()
+            made = fits and self._made(_ALL_GATHER, out, given, given.numel(), opts)
         return Done(outputs) if made else super().all_gather_single_coalesced(outputs, inputs, opts)
 
     @override
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        out, given = outputs[0], inputs[0]
-        own = len(inputs) == len(outputs) == 1 and given.numel() == self.count * out.numel()
-        own = own and reduction(opts, self.backend) == "SUM" and not _overlap(out, given)
-        made = own and self._made(_REDUCE_SCATTER, out, given, out.numel(), opts)
+        made = False
+        if len(inputs) == len(outputs) == 1 and reduction(opts, self.backend) == "SUM":
+            out, given = outputs[0], inputs[0]
+            fits = given.numel() == self.count * out.numel() and not _overlap(out, given)
+            made = fits and self._made(_REDUCE_SCATTER, out, given, out.numel(), opts)
         return Done(outputs) if made else super().reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     @override

@@ -7,6 +7,8 @@
    Memory order. Every word below is written by one rank and read by the others.
    - `epoch` of a line: stored with release after everything that the rank wrote for this epoch (its hash, its payload
      or chunk, its row of counts); loaded with acquire. So who sees the epoch sees the data.
+   - A rank publishes an epoch only after it has seen the one before of every rank; a call that is interrupted before that
+     aborts the group.
    - Reuse: a rank writes the line, chunk and counts of epoch e + 2 only after it has seen epoch e + 1 of every rank, and
      a rank publishes e + 1 after it has read all data of e. The release of e + 1 keeps those reads before it, and the
      acquire of it keeps the later writes after it.
@@ -35,6 +37,7 @@ typedef uint64_t u64;
 #define ANYWHERE() /* the stress test waits here, for a random time */
 #endif
 
+enum { LAYOUT = 1 }; /* of the memory and of the arguments; as in data_path.py */
 enum { LINE = 64, RANK_LINES = 2 * LINE, INLINE = 48 };
 enum { ALL_GATHER, ALL_REDUCE, REDUCE, BROADCAST, REDUCE_SCATTER, EXCHANGE_EVEN, EXCHANGE, RELAY, BARRIER, OPS };
 enum { DONE, FLAGS_DIFFER, LATE, DIFFERENT, REST };
@@ -83,11 +86,11 @@ enum { BLOCK = 512 };
 typedef void (*Sum)(char *out, const char *const *rows, u64 number, u64 count);
 
 static inline float of_half(uint16_t bits) {
-    union { uint32_t i; float f; } value, scale = {.i = 0x77800000}; /* 2^112 */
+    union { uint32_t i; float f; } value;
     uint32_t magnitude = bits & 0x7fff;
-    value.i = magnitude << 13;
-    if (magnitude >= 0x7c00) value.i |= 0x7f800000; /* infinite or not a number */
-    else value.f *= scale.f; /* also right for denormal numbers */
+    /* Not by multiplication of a denormal number, which is zero after torch.set_flush_denormal(True). */
+    if (magnitude < 0x400) value.f = (float)(int32_t)magnitude * 0x1p-24f;
+    else value.i = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);
     value.i |= (uint32_t)(bits & 0x8000) << 16;
     return value.f;
 }
@@ -456,8 +459,11 @@ static PyObject *run(PyObject *module, PyObject *const *args, Py_ssize_t given) 
     if (PyErr_Occurred()) return NULL;
     if (move.op < 0 || move.op >= OPS || move.kind < 0 || move.kind >= KINDS)
         return PyErr_Format(PyExc_ValueError, "unknown call %d of kind %d", move.op, move.kind);
+    u64 elements = move.count;
+    if (move.op == EXCHANGE) elements = total(move.sizes, 2 * group->size);
+    if (move.op == RELAY) elements = move.sizes[0] + move.sizes[1];
     /* Other threads may run while large data is copied, and while this rank waits. */
-    PyThreadState *thread = move.count * move.itemsize > LARGE ? PyEval_SaveThread() : NULL;
+    PyThreadState *thread = elements * move.itemsize > LARGE ? PyEval_SaveThread() : NULL;
     write_data(group, &move, meeting.epoch);
     publish(group, &meeting);
     int seen = seen_soon(group, &meeting);
@@ -483,7 +489,9 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddIntConstant(module, "LAYOUT", LAYOUT) < 0) Py_CLEAR(module);
+    return module;
 }
 
 #endif
