@@ -354,23 +354,13 @@ def call_hash(facts: int, call_check: CallCheck | None) -> int:
 
 _SUM = REDUCTION_NUMBER["SUM"]
 
+_SUMMED = "float32 complex64, float64 complex128, uint8 int8, int16, int32, int64, bool, half, bfloat16"
 _KIND_OF_SUM = {
-    torch.float32: 1,
-    torch.complex64: 1,
-    torch.float64: 2,
-    torch.complex128: 2,
-    torch.uint8: 3,
-    torch.int8: 3,
-    torch.int16: 4,
-    torch.int32: 5,
-    torch.int64: 6,
-    torch.bool: 7,
-    torch.float16: 8,
-    torch.bfloat16: 9,
+    getattr(torch, name): kind for kind, names in enumerate(_SUMMED.split(", "), 1) for name in names.split()
 }
 """The numbers of the sums in native.c; a complex number is two others."""
-_LARGEST_SUM = {torch.float16: 1 << 12, torch.bfloat16: 1 << 15}
-"""Bytes above which torch, which has instructions for these types, is faster than C."""
+_LARGEST_HALF_SUM = 1 << 14
+"""Bytes above which torch is faster than C: it has the processor's instructions for halves."""
 _SUMS = {ALL_REDUCE.number, REDUCE.number, REDUCE_SCATTER.number}
 _FLAGS_DIFFER, _LATE, _NOT_TAKEN = 1, 2, 5
 """Results of native.c, where a lower one is that all is done; and of a call that it does not make."""
@@ -408,8 +398,7 @@ class DirectCalls(OwnGroup):
 
     Usually the group is idle and the data fits into one chunk (the eager limit). Then `native.c` makes the whole call,
     where it is there. Otherwise, if the other ranks do not arrive in time, or if their calls differ, the call goes on
-    as its steps, here and in the group's queue. All use the same epochs, chunks and hashes, so that ranks may take
-    different ways.
+    as its steps, here and in the group's queue. All use the same epochs, chunks and hashes: ranks may take either.
     """
 
     engine: Engine
@@ -489,7 +478,7 @@ class DirectCalls(OwnGroup):
         item, kind, size = dtype.itemsize, _KIND_OF_SUM.get(dtype, 0), count * dtype.itemsize
         fits = size * parts <= self.engine.segment.chunk
         fits &= not (number == ALL_REDUCE.number and shares_work(self.count, given))
-        fits &= not sums or (kind > 0 and size <= _LARGEST_SUM.get(dtype, size))
+        fits &= not sums or (kind > 0 and (dtype is not torch.half or size <= _LARGEST_HALF_SUM))
         numbers = 1 + (sums and dtype.is_complex)
         return Plan(bits, (number, kind, item // numbers) if fits else None, count * numbers)
 

@@ -282,10 +282,7 @@ class Call:
         self.opened = opened
 
     def slots(self, dtype: torch.dtype, count: int, even: bool = True) -> Slots:
-        """Where the data of the next epoch is, for `count` elements of each rank; already written if it is `opened`.
-
-        `even`: every rank has the same count.
-        """
+        """Where the next epoch's data is, for `count` elements of each rank; `even`: all have the same count."""
         return self.lockstep.segment.slots(dtype, count, even)[(self.lockstep.epoch + (not self.opened)) & 1]
 
     def counts(self, counts: Sequence[int]) -> None:

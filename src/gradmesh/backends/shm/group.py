@@ -41,13 +41,12 @@ from gradmesh.backends.shm.shared_memory import Segment
 _ALL_GATHER = data_path.ALL_GATHER._replace(shown="all_gather_single")
 _REDUCE_SCATTER = data_path.REDUCE_SCATTER._replace(shown="reduce_scatter_single(sum)")
 _PLAIN = frozenset(DTYPES) - NEVER_COPIED - {dtype for dtype in DTYPES if str(dtype).startswith("torch.q")}
-_TYPES = Tensor, torch.nn.Parameter
 
 
 def _plain(tensor: Tensor) -> bool:
     """Whether its memory has its elements in their order."""
     return (
-        type(tensor) in _TYPES
+        type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.dtype in _PLAIN
@@ -55,10 +54,6 @@ def _plain(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    return one.is_cpu and other.is_cpu and apart(one, other) is not one
 
 
 class ShmGroup(FlatGroup, DirectCalls):
@@ -117,13 +112,7 @@ class ShmGroup(FlatGroup, DirectCalls):
     # -- calls of torch that are made at once
 
     def _made(
-        self,
-        primitive: Primitive,
-        out: Tensor,
-        given: Tensor,
-        count: int,
-        opts: Any,
-        extra: int | None = None,
+        self, primitive: Primitive, out: Tensor, given: Tensor, count: int, opts: Any, root: int | None = None
     ) -> bool:
         """Make a call of one tensor in C, if the caller waits for it and the tensors are plain memory; else False."""
         if (
@@ -135,8 +124,8 @@ class ShmGroup(FlatGroup, DirectCalls):
             or (out is not given and not (_plain(out) and out.dtype is given.dtype))
         ):
             return False
-        self._run(primitive, out, given, extra, None, count)
-        if extra != self.place:  # a root keeps what it has
+        self._run(primitive, out, given, root, None, count)
+        if root != self.place:  # a root keeps what it has
             increment_version(out)
         return True
 
@@ -168,7 +157,7 @@ class ShmGroup(FlatGroup, DirectCalls):
         made = False
         if len(inputs) == len(outputs) == 1 and reduction(opts, self.backend) == "SUM":
             out, given = outputs[0], inputs[0]
-            fits = given.numel() == self.count * out.numel() and not _overlap(out, given)
+            fits = given.numel() == self.count * out.numel() and given.is_cpu and apart(given, out) is given
             made = fits and self._made(_REDUCE_SCATTER, out, given, out.numel(), opts)
         return Done(outputs) if made else super().reduce_scatter_single_coalesced(outputs, inputs, opts)
 
