@@ -24,10 +24,6 @@ from tests.warm_ranks import Processes, read_at_import
 
 pytest.register_assert_rewrite("tests.contract")
 
-if torch.__version__ < "2.10":
-    # `gradmesh check`, which needs 2.10, and what knows the private names of later torch.
-    collect_ignore_glob = ["test_check*.py", "test_assert_right.py", "test_skipped.py", "test_torch_*.py"]
-
 LONGEST = (
     "test_objective",
     "test_shm_backend",
@@ -59,6 +55,9 @@ Worlds = Callable[..., World]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; the workers take files in this order. What compares times has three attempts."""
     for item in items:
+        for version, reason in (mark.args for mark in item.iter_markers("torch_at_least")):
+            if torch.__version__ < version:
+                item.add_marker(pytest.mark.skip(reason=f"torch before {version}: {reason}"))
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=1))
     places = {name: place for place, name in enumerate(LONGEST)}

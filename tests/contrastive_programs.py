@@ -176,9 +176,10 @@ def differs(program: Program, found: list[list[Tensor] | str], rtol: float = 1e-
     if any(isinstance(each, str) for each in found):
         return f"{program}: {found}"
     ranks: list[list[Tensor]] = found  # type: ignore[assignment]
-    for place, expected in enumerate(dense(program)):
+    for place, followed in enumerate(dense(program)):
         if place >= len(ranks[0]):
             break
+        expected = followed.detach()
         leaf = (place - 1) % 4
         if place == 0:
             pairs = [(each[0], expected) for each in ranks]
@@ -195,7 +196,7 @@ def differs(program: Program, found: list[list[Tensor] | str], rtol: float = 1e-
             pairs = [(torch.stack([each[place] for each in ranks]).sum(0), expected)]
         scale = float(expected.abs().max()) if expected.numel() else 0.0
         for got, right in pairs:
-            off = float((got.double() - right).abs().max()) if right.numel() else 0.0
+            off = float((got.detach().double() - right).abs().max()) if right.numel() else 0.0
             if not off <= rtol * max(scale, 1):
                 return f"{program}: place {place}, off by {off} of {scale}"
     return None

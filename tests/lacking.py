@@ -29,6 +29,16 @@ from torch.utils.checkpoint import checkpoint
 
 REFUSED = "is not supported by torch"
 
+EFFECT = (
+    ("torch._library.effects.EffectType.ORDERED", "torch.library.CustomOpDef.register_effect")
+    if torch.__version__ >= "2.10"
+    else tuple(
+        f"torch._higher_order_ops.effects.{name}"
+        for name in ("_EffectType.ORDERED", "_register_effectful_op")
+    )
+)
+"""What keeps the collectives of a compiled program in order."""
+
 # The names that are asked for while a program is compiled. Compiling takes long, and is tried without these only.
 SEEN_BY_COMPILERS = {
     "torch.ops._c10d_functional.all_gather_into_tensor",
@@ -39,8 +49,7 @@ SEEN_BY_COMPILERS = {
     "torch.ops._c10d_functional.wait_tensor",
     "torch._subclasses.FakeTensor",
     "torch.distributed.distributed_c10d._resolve_process_group",
-    "torch._library.effects.EffectType.ORDERED",
-    "torch.library.CustomOpDef.register_effect",
+    *EFFECT,
     "torch._C._are_functorch_transforms_active",
     "torch.autograd.forward_ad._current_level",
 }

@@ -67,6 +67,7 @@ def judged(seed: int, wrong: bool, folder: Path) -> None:
     assert found == ([line] if line else []), text
 
 
+@pytest.mark.torch_at_least("2.10", "spmd_types cannot be imported")
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("seed", seldom(range(3), [1]))
 def test_a_wrong_annotation_is_found_at_its_line_and_no_right_one(

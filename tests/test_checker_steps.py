@@ -222,7 +222,9 @@ def test_fault_beside_intended_gradient_changes_is_found(
         "sparse_embedding",
         "deliberate_gradients",
         "float32_masters",
-        "torch_pipelining",
+        pytest.param(
+            "torch_pipelining", marks=pytest.mark.torch_at_least("2.10", "the script aborts by itself")
+        ),
     ],
 )
 def test_intended_gradient_changes_are_not_findings(name: str) -> None:

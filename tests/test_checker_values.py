@@ -209,7 +209,15 @@ def checked(folder: Path, text: str) -> Verdict:
     return check_script(Target(str(folder / "train.py")), ranks=2)
 
 
-@pytest.mark.parametrize("name", CASES)
+PARTS = pytest.mark.torch_at_least(
+    "2.10", "its ranks make unequal numbers of calls, so that it fails by itself"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[PARTS] * (name == "line search by each rank's loss")) for name in CASES],
+)
 def test_fault_is_found_at_its_line_with_the_values_of_the_ranks(tmp_path: Path, name: str) -> None:
     text, rule, said = CASES[name]
     verdict = checked(tmp_path, text)

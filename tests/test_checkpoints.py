@@ -24,7 +24,6 @@ Run = Callable[..., list[Any]]
 Threads = Callable[[int], Run]
 State = dict[str, Tensor]
 checkpoint: Any = torch.distributed.checkpoint
-pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by torch 2.11
 
 
 @dataclass(frozen=True)
@@ -592,7 +591,7 @@ def _one_differs(folder: str) -> str:
 def test_a_checkpoint_that_is_not_there_is_refused(threads: Threads, tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(1)}}
     for text in threads(2)(lambda: _refused(lambda: gm.nn.load_sharded_state_dict(state, tmp_path / "none"))):
-        assert "metadata is None" in text
+        assert any(cause in text for cause in ("metadata is None", "rank 0: AssertionError()"))  # torch 2.9's
 
 
 def test_optimizers_that_cannot_be_sharded_are_refused(threads: Threads) -> None:

@@ -79,6 +79,9 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
     "exscan": lambda x: gm.exscan(x, "tp", reverse=True),
 }
 
+if torch.__version__ < "2.11":  # it refuses those whose sizes are asked for, as a test below expects
+    VERBS = {name: verb for name, verb in VERBS.items() if "asked for" not in name}
+
 
 def compare(backend: str, names: list[str]) -> dict[str, str]:
     """Loss and gradient of each verb, compiled and not, on this rank; what differs, by verb."""
@@ -129,7 +132,7 @@ OF_INDUCTOR = ["all_gather, nothing on a rank", "max"]
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
-        ("aot_eager", OF_EACH_KIND),
+        ("aot_eager", [name for name in OF_EACH_KIND if name in VERBS]),
         pytest.param("inductor", OF_INDUCTOR, marks=pytest.mark.slow),
         pytest.param("aot_eager", list(VERBS), marks=pytest.mark.slow),
         pytest.param("eager", list(VERBS), marks=pytest.mark.slow),
@@ -145,10 +148,13 @@ def asked_for_outside() -> list[str]:
     """What a compiler says to sizes on which the program itself would depend; and whether it is right outside of it."""
     gm.mesh(tp=-1)
     said = []
-    for verb in (
+    verbs = [
         lambda x: gm.halo_exchange(x, "tp", halo=1, sizes="auto"),
         lambda x: gm.all_gather(x.t(), "tp", dim=1, sizes="auto"),
-    ):
+    ]
+    if torch.__version__ < "2.11":
+        verbs.append(lambda x: gm.all_gather(x, "tp", sizes="auto"))
+    for verb in verbs:
         x = torch.randn(3 + gm.axis("tp").rank, 2, dtype=torch.float64)
         torch._dynamo.reset()
         assert torch.equal(torch.compile(verb, backend="aot_eager")(x), verb(x))
@@ -163,9 +169,10 @@ def asked_for_outside() -> list[str]:
 @pytest.mark.processes
 def test_sizes_on_which_a_program_would_depend_are_asked_for_outside_of_it(compiling: Processes) -> None:
     for said in compiling(2)(asked_for_outside):
-        assert len(said) == 2
+        assert len(said) == 2 + (torch.__version__ < "2.11")
         assert "use explicit sizes, or call the verb outside of the compiled function" in said[0]
         assert "use x.contiguous()" in said[1]
+        assert all("in a program compiled before torch 2.11" in each for each in said[2:])
 
 
 def changing_sizes() -> list[bool]:
@@ -422,9 +429,7 @@ def scattered_without_sizes() -> tuple[list[float], list[float]]:
     return y.tolist(), x.grad.tolist()
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.11", reason="torch compiles backward on one thread at a time before 2.11"
-)
+@pytest.mark.torch_at_least("2.11", "Dynamo compiles on one thread at a time")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it when it follows a graph break
 def test_sizes_are_exchanged_when_a_compiled_program_runs_and_not_while_it_is_compiled(
     threads: Processes,

@@ -847,6 +847,7 @@ def gain_gradients(gathers: bool, of_loss: bool) -> list[float]:
     return found
 
 
+@pytest.mark.torch_at_least("2.11", "Dynamo compiles on one thread at a time")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by Dynamo, of its own inputs
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("of_loss", [False, True])

@@ -18,7 +18,7 @@ from gradmesh import _torch
 from gradmesh._torch import fsdp, names, operators
 from gradmesh.checker import command
 from tests.forking import Forking
-from tests.lacking import FEATURES
+from tests.lacking import EFFECT, FEATURES
 
 THREADS = {
     "threads",
@@ -47,8 +47,7 @@ REFUSED: dict[str, set[str]] = {
     **{f"torch.ops._c10d_functional.{op}": features for op, features in FUNCTIONAL.items()},
     "torch.ops._c10d_functional.wait_tensor": set.union(*FUNCTIONAL.values()),
     "torch.distributed.distributed_c10d._resolve_process_group": OPAQUE.union(*FUNCTIONAL.values()),
-    "torch._library.effects.EffectType.ORDERED": OPAQUE,
-    "torch.library.CustomOpDef.register_effect": OPAQUE,
+    **dict.fromkeys(EFFECT, OPAQUE),
     "torch._subclasses.FakeTensor": {"no_sync", "tensors without values"},
     "torch._C._are_functorch_transforms_active": set(FEATURES) - RAW,
     "torch._C._functorch.get_interpreter_stack": {"vmap in ordered"},
@@ -99,11 +98,10 @@ SELDOM = {
         for op in ("all_gather_into_tensor", "all_to_all_single", "broadcast")
     ),
     "torch.ops._c10d_functional.reduce_scatter_tensor",
-    "torch._library.effects.EffectType.ORDERED",
+    *EFFECT,
     "torch.ops._c10d_functional.wait_tensor",
     "torch._C._are_functorch_transforms_active",
     "torch.autograd.forward_ad._current_level",
-    "torch.library.CustomOpDef.register_effect",
 }
 """Names without which programs are compiled, which takes long, and of which others are like them: in the sweep only."""
 
@@ -254,7 +252,7 @@ def test_a_list_of_redistributions_is_refused_where_torch_does_not_show_them(
     from torch.distributed.tensor import _dispatch
 
     monkeypatch.setattr(names, "gone", [])
-    monkeypatch.delattr(_dispatch, "ExplicitRedistributionContext")
+    monkeypatch.delattr(_dispatch, "ExplicitRedistributionContext", raising=False)  # torch 2.9 lacks it
     assert operators.redistribution_observer(None) is None
     with pytest.raises(gm.TorchVersionError, match="gradmesh check --redistributions"):
         command.check_command([__file__], redistributions=True)

@@ -26,13 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradmesh as gm
 from gradmesh import _torch
-from gradmesh._torch import fsdp, names
+from gradmesh._torch import fsdp, names, operators
 from gradmesh._torch import groups as own_rendezvous
 from gradmesh.ops.registry import REGISTRY
 
@@ -371,9 +372,9 @@ def test_work_in_plain_mode_is_seen_by_no_mode_and_not_changed_by_one() -> None:
 
 
 def test_the_opaque_op_has_an_ordered_effect() -> None:
-    from torch._higher_order_ops.effects import _get_effect
-
-    assert _get_effect(torch.ops.gradmesh.collective.default) is not None
+    effects: Any = importlib.import_module("torch._higher_order_ops.effects")
+    effect_of = effects._get_effect if torch.__version__ >= "2.10" else effects.SIDE_EFFECTS.get
+    assert effect_of(torch.ops.gradmesh.collective.default) is not None
 
 
 def test_inductor_has_the_hook_for_the_order_of_the_opaque_op() -> None:
@@ -770,6 +771,33 @@ def _groups_seen() -> bool:
     with Mode():
         dist.all_reduce(torch.ones(1))
     return all(found[-1:])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("version", [torch.__version__, "2.9.1"])
+def test_the_reduction_of_an_operator_of_c10d_is_known(version: str) -> None:
+    """Torch before 2.10 does not tell it, and what is done there is right on any."""
+    assert gm.launch(_reductions_seen, 1, args=(version,), backend="gloo") == [
+        ["sum", "product", "min", "max"]
+    ]
+
+
+def _reductions_seen(version: str) -> list[str]:
+    found: list[str] = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                found.append(
+                    operators.reduction_of(operators.arguments(func, args, kwargs or {})["reduce_op"])
+                )
+            return func(*args, **(kwargs or {}))
+
+    with pytest.MonkeyPatch.context() as patched, Mode():
+        patched.setattr(torch, "__version__", TorchVersion(version))
+        for reduce in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            dist.all_reduce(torch.ones(1), op=reduce)
+    return found
 
 
 def test_a_profiler_can_be_asked_for_all_threads() -> None:

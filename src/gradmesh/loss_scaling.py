@@ -201,7 +201,7 @@ def _readable(x: Tensor) -> bool:
 
 def _count(name: str, given: Number, loss: Tensor, axis: Axis) -> Tensor:
     dtype = torch.float32 if loss.device.type == "mps" else torch.float64
-    if isinstance(given, int | float):  # without a copy from the host, which would wait for the device
+    if isinstance(given, (int, float)):  # without a copy from the host, which would wait for the device
         count = torch.full((), given, dtype=dtype, device=loss.device)
     else:
         count = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()

@@ -11,7 +11,7 @@ import copy
 from typing import Any, TypeVar
 
 import torch
-from e3nn import o3
+from e3nn import o3, set_optimization_defaults
 from e3nn.nn import Gate
 from e3nn.util.codegen import CodeGenMixin
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from gradmesh.errors import DTypeError, message
 from gradmesh.nn.graph import GraphPlan
 from gradmesh_demos.forces.structures import ELEMENTS
 from gradmesh_demos.runner import seeded
+
+# As by default from torch 2.10 on: a function that TorchScript compiled is neither copied nor sent to another process.
+set_optimization_defaults(jit_mode="eager")
 
 CUTOFF = 4.5
 WAVES = 8

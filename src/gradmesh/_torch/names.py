@@ -16,8 +16,7 @@ import torch
 
 from gradmesh.errors import TorchVersionError, TorchWarning, message
 
-_OLDEST, _NEWEST = "2.9", "2.15"
-SUPPORTED = f"torch {_OLDEST} to {_NEWEST}"
+SUPPORTED = "torch 2.9 to 2.15"
 
 RELIED_ON: dict[str, str] = {}
 """Every private name that was looked up, and the consequence if it is missing."""
@@ -131,7 +130,7 @@ def warn_of_what_is_gone() -> None:
     )
 
 
-def refuse(what: str, *paths: str, since: str = _OLDEST) -> NoReturn:
+def refuse(what: str, *paths: str) -> NoReturn:
     """Raise the error for a feature that this torch does not support; of the names it needs, missing ones are listed.
 
     Raises:
@@ -140,7 +139,7 @@ def refuse(what: str, *paths: str, since: str = _OLDEST) -> NoReturn:
     missing = [path for path in paths if path in gone]
     raise TorchVersionError.of(
         f"{what} is not supported by torch {torch.__version__}",
-        expected=f"torch {since} to {_NEWEST}",
+        expected=SUPPORTED,
         got="missing private names: " + ", ".join(missing),
         remedy="install one of these versions, e.g. pip install torch==2.13.*",
     )

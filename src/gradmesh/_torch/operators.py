@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, getter, gone, refuse, required
+from gradmesh._torch.names import RELIED_ON_LATER, Attribute, find, getter, refuse, required
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,10 +110,7 @@ _LOCAL = Attribute("torch.distributed.tensor.DTensor._local_tensor", "gradmesh c
 
 
 def local_part(x: Any) -> Any:
-    """This rank's part of a DTensor, as the same object each time; any other object itself.
-
-    `to_local` is an operation, which modes that watch a program see.
-    """
+    """This rank's part of a DTensor, without `to_local`, which modes see; any other object itself."""
     return _LOCAL.of(x, x)
 
 
@@ -149,9 +148,9 @@ def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
         return None
     try:
         group: torch.distributed.ProcessGroup = _unbox(boxed)
+        return group
     except (RuntimeError, TypeError):
         return None
-    return group
 
 
 def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -171,27 +170,36 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-_REDUCTIONS = {
-    int(getattr(dist.ReduceOp, name)): name.lower()
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-    if dist.is_available()
-}
+for _path in ("torch.classes.c10d.ReduceOp.op", "torch.distributed.ProcessGroup._register_backend"):
+    RELIED_ON_LATER[_path] = "gradmesh check raises an error"
 
 
-_OPERATION = "torch.classes.c10d.ReduceOp.op"
-RELIED_ON_LATER[_OPERATION] = "gradmesh check raises an error"
+@functools.cache
+def _pair() -> list[Any]:
+    """The ranks of a group of two, which both are this process."""
+    store, cpu, kind = dist.HashStore(), torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO  # type: ignore[attr-defined]
 
+    def of(rank: int) -> Any:
+        group = dist.ProcessGroup(store, rank, 2)
+        group._register_backend(cpu, kind, dist.ProcessGroupGloo(store, rank, 2, timedelta(0, 60)))
+        return group.boxed()
 
-def refuse_without_reductions() -> None:
-    """Raise where the reduction of a c10d operator cannot be read."""
-    if torch.__version__ < "2.10":  # a torch that lacks it only tells when a call is dispatched
-        gone.extend({_OPERATION}.difference(gone))
-        refuse("gradmesh check", _OPERATION, since="2.10")
+    with ThreadPoolExecutor(2) as both:
+        return list(both.map(of, range(2)))
 
 
 def reduction_of(boxed: Any) -> str:
-    """The reduction of a c10d operator, in lower case; "other" if it is not a standard one."""
-    return _REDUCTIONS.get(int(boxed.op()), "other")
+    """The reduction of a c10d operator, in lower case. Torch 2.9 does not name it: there it is applied to 6 and 3."""
+    if torch.__version__ >= "2.10":
+        return str(dist.ReduceOp.RedOpType(int(boxed.op())).name).lower()
+    x, y = (torch.tensor([number], dtype=torch.float64) for number in (6, 3))
+    try:
+        pairs = zip((x, y), _pair(), strict=True)
+        for work in [torch.ops.c10d.allreduce_([each], group, boxed, None)[1] for each, group in pairs]:
+            work.wait()
+    except (RuntimeError, ValueError):  # of bits, which floats do not have
+        return "other"
+    return {9.0: "sum", 4.5: "avg", 18.0: "product", 3.0: "min", 6.0: "max"}.get(x.item(), "other")
 
 
 _TILES = "attention over a sharded sequence computes plain matrix products on the devices of this operator"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from gradmesh._torch.compilers import COMPILER
-from gradmesh._torch.operators import refuse_without_reductions
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.hooks import run_rank
 from gradmesh.checker.judging.context import Context, listed
@@ -79,7 +78,6 @@ def check_script(
 
     Raises:
         ArgumentError: the script does not exist.
-        TorchVersionError: torch before 2.10.
     """
     if not target.module and not Path(target.path_or_module).is_file():
         raise ArgumentError.of(
@@ -89,7 +87,6 @@ def check_script(
             got=target.path_or_module,
             remedy="pass the path of a Python file",
         )
-    refuse_without_reductions()
     seconds = {"checked": 0.0, "judged": 0.0}
 
     def ran(number: int = ranks, steps: int = steps, **options: Any) -> Recording:

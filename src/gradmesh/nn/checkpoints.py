@@ -234,7 +234,7 @@ def load_sharded_state_dict(
     try:
         load(state, checkpoint_id=checkpoint_id, planner=Strict(), **options)
     except CheckpointException as error:
-        causes = {str(cause): rank for rank, (cause, _) in reversed(error.failures.items())}
+        causes = {str(cause) or repr(cause): rank for rank, (cause, _) in reversed(error.failures.items())}
         raise ArgumentError.of(
             "the checkpoint could not be loaded",
             op="nn.load_sharded_state_dict",
