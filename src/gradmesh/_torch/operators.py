@@ -180,8 +180,11 @@ def _pair() -> list[Any]:
     store, cpu, kind = dist.HashStore(), torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO  # type: ignore[attr-defined]
 
     def of(rank: int) -> Any:
-        group = dist.ProcessGroup(store, rank, 2)
-        group._register_backend(cpu, kind, dist.ProcessGroupGloo(store, rank, 2, timedelta(0, 60)))
+        group, gloo = (
+            dist.ProcessGroup(store, rank, 2),
+            dist.ProcessGroupGloo(store, rank, 2, timedelta(0, 60)),
+        )
+        group._register_backend(cpu, kind, gloo)
         return group.boxed()
 
     with ThreadPoolExecutor(2) as both:

@@ -268,12 +268,11 @@ def read_stream(row: Tensor, out: Tensor, at: int) -> None:
 
 
 class Primitive(NamedTuple):
-    """One kind of call. `steps` takes the output, the input, and the call's root, counts or source, `{}` in `shown`."""
+    """One kind of call, with its number in native.c; its root, counts or source is `{}` in `shown`."""
 
     name: str
     shown: str
     number: int
-    """The number of the call in native.c."""
     steps: Callable[[Call, Tensor, Tensor, Any], Steps]
 
 
@@ -366,8 +365,6 @@ _FLAGS_DIFFER, _LATE, _NOT_TAKEN = 1, 2, 5
 """Results of native.c, where a lower one is that all is done; and of a call that it does not make."""
 _PATIENCE = 50_000_000
 """Nanoseconds that native.c sleeps at most, before it is checked whether the other ranks are alive."""
-_MOST_RANKS = 1024
-"""native.c has a row for each rank on its stack."""
 
 
 def is_native() -> bool:
@@ -377,7 +374,7 @@ def is_native() -> bool:
 
 def memory_for_native(segment: Segment) -> object:
     """What native.c needs to know of a group's memory; None where the data path is the one in Python."""
-    return _native.attach(*segment.addresses) if is_native() and segment.size <= _MOST_RANKS else None
+    return _native.attach(*segment.addresses) if is_native() else None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -464,9 +461,7 @@ class DirectCalls(OwnGroup):
             work.wait()
 
     def _plan(self, primitive: Primitive, extra: Any, given: Tensor, count: int) -> Plan:
-        dtype = given.dtype
-        number = primitive.number
-        sums = number in _SUMS
+        dtype, number, sums = given.dtype, primitive.number, primitive.number in _SUMS
         if sums:
             reducible(_flat(given), "SUM")
         facts: tuple[int, ...] = () if number == BARRIER.number else (DTYPE_NUMBER[dtype],)
@@ -555,5 +550,5 @@ class DirectCalls(OwnGroup):
     def _in_a_chunk(self, sizes: Sequence[int], given: Tensor, out: Tensor) -> bool:
         """Whether uneven parts are those of the tensors, and can be in one chunk."""
         send, receive = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
-        right = sum(send) == given.numel() and sum(receive) == out.numel()
-        return right and given.numel() * given.itemsize <= self.engine.segment.chunk
+        right = (sum(send), sum(receive)) == (given.numel(), out.numel())
+        return right and given.nbytes <= self.engine.segment.chunk

@@ -234,11 +234,6 @@ class Lockstep:
         """The counts of the last published epoch: one row of 2 * size per rank."""
         return self.segment.counts[self.epoch & 1]
 
-    def publish_counts(self, epoch: int, counts: Sequence[int]) -> None:
-        """Write this rank's row of counts for an epoch."""
-        row = 2 * self.size * self.rank
-        self.segment.counts[epoch & 1][row : row + len(counts)] = memoryview(array("Q", counts))
-
     def agree(self, call_hash: int, call_check: CallCheck | None) -> bool:
         """Whether all ranks published this hash; flags that differ are passed to the call check."""
         hashes = self.segment.hashes[self.epoch & 1].tolist()
@@ -288,7 +283,9 @@ class Call:
     def counts(self, counts: Sequence[int]) -> None:
         """Publish counts with the first epoch."""
         if not self.opened:
-            self.lockstep.publish_counts(self.lockstep.epoch + 1, counts)
+            lockstep = self.lockstep
+            row, table = 2 * lockstep.size * lockstep.rank, lockstep.segment.counts[(lockstep.epoch + 1) & 1]
+            table[row : row + len(counts)] = memoryview(array("Q", counts))
 
     def meet(self) -> Steps:
         """Publish an epoch, the first one with the call's hash; continue when all ranks have, if they agree."""
