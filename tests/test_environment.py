@@ -16,6 +16,7 @@ UNUSABLE = {
     "GRADMESH_HOST": "two words",
     "GRADMESH_RECYCLE": "-1",
     "GRADMESH_SHM_CHUNK": "12345",
+    "GRADMESH_SHM_NATIVE": "2",
     "GRADMESH_TRACEBACK": "0",
 }
 

@@ -200,9 +200,9 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
     if functorch_active():
         made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     elif (deferred := rank_state().of_thread.deferred) is None:
-        made = _make_node(op, x, token, call)
+        made = _Node.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     else:
-        made = deferred.recorded(op, x, call, lambda: _make_node(op, x, token, call))
+        made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -458,7 +458,3 @@ class _Node(torch.autograd.Function):
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp
-
-
-_make_node: Callable[..., Any] = super(torch.autograd.Function, _Node).apply
-"""`_Node.apply` without torch's Python around it, which only torch.func transforms need."""

@@ -299,7 +299,6 @@ class TorchNames(dist.ProcessGroup):
         self._name = name
         self._desc = "undefined"
         self.kept = BoundedCache()  # the group's cache; see `group_cache`
-        self.calls: Any = None  # the counter of gradmesh's calls on it
 
     # -- identity
 

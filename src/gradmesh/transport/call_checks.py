@@ -36,7 +36,7 @@ from torch import Tensor
 from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
-from gradmesh.backends.own_group import FLAGS, CallCheck, OwnGroup, not_responding, unresponsive
+from gradmesh.backends.own_group import FLAGS, CallCheck, not_responding, unresponsive
 from gradmesh.errors import CheckWarning, GradmeshError, MismatchError, message
 from gradmesh.ops.transport import bytes_of, dense
 from gradmesh.runtime.mesh import Axis
@@ -329,21 +329,13 @@ class Calls:
 
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
-"""The counters of groups of other packages; gradmesh's own keep theirs."""
 
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
     """The calling rank's counter of the calls on a group."""
-    own = getattr(group, "calls", None)
-    if type(own) is Calls:
-        return own
     found = _counted.get(group)
     if found is None:
-        found = Calls()
-        if isinstance(group, OwnGroup):
-            group.calls = found
-        else:
-            _counted[group] = found
+        found = _counted[group] = Calls()
     return found
 
 
