@@ -22,8 +22,9 @@ from tools.replaced.cases import (
     sum_sliced,
     summed,
 )
+from tools.replaced.own_tests import Tests
 from tools.replaced.repository import Repository, alone
-from tools.replaced.sources import Replaced, Source, Tests
+from tools.replaced.sources import Replaced, Source
 
 
 def _atoms_load(root: Path) -> Any:
@@ -97,10 +98,15 @@ FAIRCHEM = Repository(
             uneven=(3, 2, 2),
         ),
     ),
-    None,
+    Tests(
+        (
+            "tests/conftest.py",
+            "tests/core/common/test_gp_utils.py",
+        ),
+        ("tests/core/common/test_gp_utils.py", "-k", "bwd or prod_reduce"),
+    ),
     _atoms_prepare,
-    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md). Its "
-    "tests run on CPUs and were not run.",
+    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md).",
 )
 
 
@@ -258,7 +264,7 @@ def _indexed(module: Any, x: Tensor, world: World) -> Tensor:
 
 PHYSICSNEMO = Repository(
     "nvidia-physicsnemo",
-    Source("NVIDIA/physicsnemo", release="nvidia-physicsnemo==2.2.2"),
+    Source("NVIDIA/physicsnemo", "94b355108cfd10e253d3d41cacdc0c0112b078e4", "nvidia-physicsnemo==2.2.2"),
     (
         Replaced("physicsnemo/distributed/mappings.py", "physicsnemo_mappings.py"),
         Replaced("physicsnemo/distributed/autograd.py", "physicsnemo_autograd.py"),
@@ -318,7 +324,13 @@ PHYSICSNEMO = Repository(
             rows(0, 3),
         ),
     ),
-    None,
+    Tests(
+        ("test/conftest.py", "test/distributed/test_autograd.py"),
+        ("test/distributed/test_autograd.py", "--multigpu-static"),
+        ranks=2,
+        standins=("cuda",),
+        variables=(("STANDIN_GPUS", "2"),),
+    ),
     _physics_prepare,
     left="`DistributedManager` stays; where the two files are imported a small one stands for it. `gather_v` returns a "
     "tensor with no rows off the root, where the original returns uninitialized memory. `use_fp32` sums are in the "
