@@ -68,9 +68,8 @@ def own_tests(repository: Repository, place: Place, row: dict[str, Any]) -> None
     for side, replaced in (("before", None), ("after", repository.files)):
         root = place.files(repository.name, repository.source, replaced)
         row[side]["lines"] = [len((root / each.path).read_text().splitlines()) for each in repository.files]
-        if repository.tests is not None:
-            found = tested(place, repository.name, repository.source, repository.tests, root)
-            row[side]["tests"] = found
+        tests = repository.tests
+        row[side]["tests"] = tested(place, repository.name, repository.source, tests, root) if tests else ""
 
 
 def raising(found: dict[str, Any]) -> list[str]:

@@ -147,7 +147,8 @@ CONTRASTIVE = (
             ),
         ),
         Tests(("test/test.py",), ("test/test.py",), standins=("cuda",), variables=(("STANDIN_GPUS", "2"),)),
-        left="the gradient is the mean over the ranks, as before: `gm.scale_gradient`.",
+        left="the gradient is the mean over the ranks, as before: `gm.scale_gradient`. Its test prints "
+        "gradients and asserts nothing.",
     ),
     Repository(
         "Inf-CLIP",

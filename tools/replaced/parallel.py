@@ -309,7 +309,8 @@ DEEPSPEED = Repository(
         variables=(("DS_ACCELERATOR", "cpu"),),
     ),
     _deepspeed_prepare,
-    left="the overlap of `_SeqAllToAll` with other work on a stream, and heads that the ranks do not divide.",
+    left="the overlap of `_SeqAllToAll` with other work on a stream, and heads that the ranks do not divide. Its tests "
+    "were not run; `--only tests` runs those of the dispatch and of Ulysses.",
 )
 
 

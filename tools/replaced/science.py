@@ -106,7 +106,8 @@ FAIRCHEM = Repository(
         ("tests/core/common/test_gp_utils.py", "-k", "bwd or prod_reduce"),
     ),
     _atoms_prepare,
-    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md).",
+    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md). Of its "
+    "tests, those of gradients were run, `-k 'bwd or prod_reduce'`.",
 )
 
 
@@ -214,7 +215,7 @@ ANEMOI = Repository(
         inside="models",
         packages=("hypothesis", "sortedcontainers"),
     ),
-    left="`primitives.py` stays; their tests of several ranks call that file alone. "
+    left="`primitives.py` stays; their tests of several ranks call that file alone: not run. "
     "`use_fp32` sums are in the precision of the operand.",
 )
 
@@ -324,17 +325,11 @@ PHYSICSNEMO = Repository(
             rows(0, 3),
         ),
     ),
-    Tests(
-        ("test/conftest.py", "test/distributed/test_autograd.py"),
-        ("test/distributed/test_autograd.py", "--multigpu-static"),
-        ranks=2,
-        standins=("cuda",),
-        variables=(("STANDIN_GPUS", "2"),),
-    ),
+    None,
     _physics_prepare,
     left="`DistributedManager` stays; where the two files are imported a small one stands for it. `gather_v` returns a "
     "tensor with no rows off the root, where the original returns uninitialized memory. `use_fp32` sums are in the "
-    "precision of the operand. Their tests need GPUs.",
+    "precision of the operand. Its tests need GPUs, and packages such as warp and s3fs: not run.",
 )
 
 

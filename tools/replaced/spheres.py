@@ -21,7 +21,6 @@ from tools.replaced.cases import (
     summed,
     transposed,
 )
-from tools.replaced.own_tests import Tests
 from tools.replaced.repository import Repository, alone
 from tools.replaced.sources import Replaced, Source
 
@@ -106,7 +105,11 @@ _HARMONICS = {
 _REGIONS = ("Polar", "Azimuth")
 TORCH_HARMONICS = Repository(
     "torch-harmonics",
-    Source("NVIDIA/torch-harmonics", "9e9fa5373bc66add241638ef7a481da2e5c80d32", parts=("torch_harmonics",)),
+    Source(
+        "NVIDIA/torch-harmonics",
+        "9e9fa5373bc66add241638ef7a481da2e5c80d32",
+        parts=("torch_harmonics",),
+    ),
     (
         Replaced(
             "torch_harmonics/distributed/primitives.py",
@@ -160,18 +163,10 @@ TORCH_HARMONICS = Repository(
             rows(1, 1, 0, 2, dim=2),
         ),
     ),
-    Tests(
-        ("tests",),
-        tuple(f"tests/test_distributed_{name}.py" for name in ("primitives", "quadrature")),
-        packages=("parameterized",),
-        ranks=4,
-        swaps=(("    torch.cuda.set_device(ctx.device.index)\n\n    return\n", "    return\n"),),
-        variables=(("GRID_H", "2"), ("GRID_W", "2")),
-    ),
+    None,
     _harmonics_prepare,
-    left="sums are in the precision of the operand, not always in float32. Its tests run on two by two ranks; those "
-    "of resampling, transforms, convolutions and attention were not run. `torch.cuda.set_device`, which fails "
-    "without GPUs, is left out of its tests, before and after.",
+    left="sums are in the precision of the operand, not always in float32. Its tests need its compiled kernels, with "
+    "which a package would be built: not run.",
 )
 
 
@@ -231,7 +226,7 @@ MAKANI = Repository(
     left="`makani.utils.comm`, which keeps the groups, stays; where the file is imported a small one stands for it. "
     "Sums are in the precision of the operand, not always in float32. Its tests need its trainers, and these "
     "physicsnemo, zarr, h5py and wandb: not run.",
-    packages=("torch-harmonics==0.9.1",),
+    packages=("torch-harmonics==0.9.3",),
 )
 
 SPHERES = (TORCH_HARMONICS, MAKANI)

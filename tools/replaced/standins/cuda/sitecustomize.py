@@ -99,6 +99,7 @@ _CUDA: dict[str, Any] = {
     "get_device_properties": lambda *_: _PROPERTIES,
     "get_rng_state": lambda *_: torch.get_rng_state(),
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    "default_generators": (torch.default_generator,) * GPUS,
     "mem_get_info": lambda *_: (1 << 33, 1 << 33),
     "memory_stats": lambda *_: {},
     "device": lambda *_: nullcontext(),
