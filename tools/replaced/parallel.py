@@ -657,8 +657,8 @@ TORCHTITAN = Repository(
         packages=("expecttest",),
     ),
     left="its `test_loss_parallel_cross_entropy_parity` fails after: it compares bit for bit with torch's "
-    "`loss_parallel`, from which the gradient of `gm.nn.vocab_parallel_cross_entropy` differs by rounding. Losses are in "
-    "single precision, as before.",
+    "`loss_parallel`, from which the gradient of `gm.nn.vocab_parallel_cross_entropy` differs by rounding. Losses are "
+    "in single precision, as before.",
 )
 
 _FAIR = "fairscale/nn/model_parallel"
