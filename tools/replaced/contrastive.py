@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tools.replaced.cases import Case, World, all_rows, gathered, kept, rows, shifted
+from tools.replaced.own_tests import Tests
 from tools.replaced.repository import Repository, alone, imported
-from tools.replaced.sources import Replaced, Source, Tests
+from tools.replaced.sources import Replaced, Source
 
 
 def _ring(world: World) -> tuple[int, int]:
@@ -145,7 +146,9 @@ CONTRASTIVE = (
                 group=False,
             ),
         ),
-        left="the gradient is the mean over the ranks, as before: `gm.scale_gradient`.",
+        Tests(("test/test.py",), ("test/test.py",), standins=("cuda",), variables=(("STANDIN_GPUS", "2"),)),
+        left="the gradient is the mean over the ranks, as before: `gm.scale_gradient`. Its test prints "
+        "gradients and asserts nothing.",
     ),
     Repository(
         "Inf-CLIP",
@@ -170,7 +173,7 @@ CONTRASTIVE = (
             ),
         ),
         left="`RingProb` and `InfProb`, whose kernels need a GPU. `inf_cl` and its kernels are left out where the two "
-        "files are imported.",
+        "files are imported. It has an example that needs GPUs, and no tests: not run.",
     ),
 )
 """Those that are compared."""

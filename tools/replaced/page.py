@@ -89,7 +89,9 @@ def page(data: dict[str, Any]) -> str:
         "In a copy of each repository the hand-written differentiable collectives are replaced by a short text of "
         "`tools/replaced/texts`, and nothing else is changed. Each function runs before and after on three ranks over "
         "Gloo and over the `shm` backend, and is compared with one process in double precision, "
-        f"with torch {data['torch']}. The tests are the repository's own, where they were run; most need GPUs.",
+        f"with torch {data['torch']}. The tests are the repository's own, of the files that call what is replaced. "
+        "Where they ask for GPUs, each GPU is the CPU and NCCL is Gloo, by `tools/replaced/standins/cuda`, before and "
+        "after: that shows what is computed, and nothing about GPUs. *Not run*: the notes say why.",
         table(REPOSITORY, [line for row in data["rows"] for line in _files(row)]),
         "## Functions",
         "Before / after. Before is over Gloo; *(shm)* is over `shm`, where Gloo raises, which takes no lists of "

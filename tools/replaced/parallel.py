@@ -27,6 +27,7 @@ from tools.replaced.cases import (
     summed,
     transposed,
 )
+from tools.replaced.own_tests import Tests
 from tools.replaced.repository import Repository, alone, imported
 from tools.replaced.sources import Replaced, Source
 
@@ -50,10 +51,29 @@ def _last(*, shape: Shape, dense: Dense, name: str, same: bool = False, once: bo
     return Case(name, lambda m, x, w: getattr(m, name)(x, w.group), dense, shape, same, once, uneven=uneven)
 
 
+_MEGATRON_REGIONS = (
+    "copy_to_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_sp2hp",
+    "all_to_all_hp2sp",
+)
 MEGATRON = Repository(
     "megatron-core",
-    Source("NVIDIA/Megatron-LM", release="megatron-core==0.16.1", parts=("megatron",)),
-    (Replaced("megatron/core/tensor_parallel/mappings.py", "megatron.py"),),
+    Source(
+        "NVIDIA/Megatron-LM",
+        "55ac7082517c3878ae653c07c09c534b8aed49f6",
+        "megatron-core==0.16.1",
+        parts=("megatron",),
+    ),
+    (Replaced("megatron/core/tensor_parallel/mappings.py", "megatron.py", _MEGATRON_REGIONS),),
     _megatron_load,
     (
         _copy(
@@ -138,9 +158,21 @@ MEGATRON = Repository(
             uneven=None,
         ),
     ),
-    left="`torch.cuda.current_device` is the CPU here. The helpers `_reduce`, `_split_along_last_dim`, "
-    "`_gather_along_first_dim` and so on have no replacement: no other file of the release imports them. Their tests "
-    "need GPUs.",
+    Tests(
+        (
+            "tests/__init__.py",
+            "tests/unit_tests/__init__.py",
+            "tests/unit_tests/test_utilities.py",
+            "tests/unit_tests/tensor_parallel/__init__.py",
+            "tests/unit_tests/tensor_parallel/test_mappings.py",
+        ),
+        ("tests/unit_tests/tensor_parallel/test_mappings.py",),
+        ranks=8,
+        standins=("cuda",),
+    ),
+    left="`torch.cuda.current_device` is the CPU here. The Functions and helpers stay for its tests, which call "
+    "`symbolic`, and `backward` with a context of their own; no other file of the release imports them. Its tests ask "
+    "for eight GPUs: each is the CPU, with Gloo for NCCL, before and after.",
 )
 
 
@@ -265,9 +297,20 @@ DEEPSPEED = Repository(
             uneven=None,
         ),
     ),
-    None,
+    Tests(
+        ("tests/conftest.py", "tests/unit"),
+        (
+            "unit/v1/moe/test_autoep_autotp_dispatch.py",
+            "unit/sequence_parallelism/test_ulysses.py",
+            "-k",
+            "dispatch or (TestUlyssesAll2All and not odd and 16-4-4)",
+        ),
+        inside="tests",
+        variables=(("DS_ACCELERATOR", "cpu"),),
+    ),
     _deepspeed_prepare,
-    left="the overlap of `_SeqAllToAll` with other work on a stream, and heads that the ranks do not divide.",
+    left="the overlap of `_SeqAllToAll` with other work on a stream, and heads that the ranks do not divide. Its tests "
+    "were not run; `--only tests` runs those of the dispatch and of Ulysses.",
 )
 
 
@@ -283,7 +326,7 @@ NANOTRON = Repository(
         "huggingface/nanotron",
         "2411b022a75fb7f7561a1bb4166706da5e1b76de",
         inside="src",
-        parts=("src/nanotron/parallel",),
+        parts=("src/nanotron",),
     ),
     (Replaced("nanotron/parallel/tensor_parallel/distributed_differentiable_primitives.py", "nanotron.py"),),
     lambda root: alone(
@@ -309,7 +352,14 @@ NANOTRON = Repository(
             uneven=(3, 2, 2),
         ),
     ),
-    left="its tests need GPUs.",
+    Tests(
+        ("tests/test_tensor_parallel.py", "tests/helpers"),
+        ("tests/test_tensor_parallel.py", "-k", "2-1-1 and (embedding or row and False-False)"),
+        standins=("cuda",),
+        variables=(("STANDIN_GPUS", "2"),),
+    ),
+    left="of its tests, those of embeddings and of row parallel layers on two ranks were run; those of embeddings fail "
+    "before and after, since Gloo averages no integers.",
 )
 
 XFORMERS = Repository(
@@ -354,7 +404,8 @@ XFORMERS = Repository(
             uneven=(3, 2, 2),
         ),
     ),
-    left="the functions without gradients, which its sequence parallel layers use.",
+    left="the functions without gradients, which its sequence parallel layers use. Its tests call these "
+    "alone: not run.",
 )
 
 VERL = Repository(
@@ -398,7 +449,8 @@ VERL = Repository(
             once=True,
         ),
     ),
-    left="`vocab_parallel_entropy`, which needs megatron's groups on GPUs. Its tests need GPUs.",
+    left="`vocab_parallel_entropy`, which needs megatron's groups on GPUs. Its test of Ulysses needs "
+    "flash-attn and GPUs: not run.",
 )
 
 
@@ -495,7 +547,7 @@ VEOMNI = Repository(
         ),
     ),
     left="`all_to_all_async`, whose result is used before it is complete, and `ReduceLoss`. Groups and paddings are "
-    "left out where the two files are imported. Its tests need GPUs.",
+    "left out where the two files are imported. Its tests of Ulysses need GPUs: not run.",
 )
 
 _FAST = "fastvideo/distributed/device_communicators/base_device_communicator.py"
@@ -547,6 +599,7 @@ FASTVIDEO = Repository(
             uneven=None,
         ),
     ),
+    left="its tests of sequence parallel models need their weights and GPUs: not run.",
 )
 
 MEGABLOCKS = Repository(
@@ -566,7 +619,8 @@ MEGABLOCKS = Repository(
             sent_rows(0, 3),
         ),
     ),
-    left="`async_op=True` runs to the end at once; `gm.all_to_all(..., async_op=True)` has its result from `wait()`.",
+    left="`async_op=True` runs to the end at once; `gm.all_to_all(..., async_op=True)` has its result from `wait()`. "
+    "None of its tests calls it, and they need kernels on GPUs: not run.",
 )
 
 
@@ -577,7 +631,12 @@ def _vocabulary(xs: Any, world: World) -> list[Tensor]:
 
 TORCHTITAN = Repository(
     "torchtitan",
-    Source("pytorch/torchtitan", release="torchtitan==0.3.0", parts=("torchtitan",)),
+    Source(
+        "pytorch/torchtitan",
+        "5ab3a0fd10a1d7ac04734077e7ec1df12a82c947",
+        "torchtitan==0.3.0",
+        parts=("torchtitan",),
+    ),
     (Replaced("torchtitan/components/loss.py", "torchtitan.py", ("_LossParallelCrossEntropy",)),),
     imported("torchtitan.components.loss"),
     (
@@ -592,8 +651,119 @@ TORCHTITAN = Repository(
             uneven=(3, 3, 1),
         ),
     ),
-    left="types for `spmd_types`, which the original declares. Losses are in single precision, as before.",
+    Tests(
+        ("tests/unit_tests/test_loss.py",),
+        ("tests/unit_tests/test_loss.py",),
+        packages=("expecttest",),
+    ),
+    left="its `test_loss_parallel_cross_entropy_parity` fails after: it compares bit for bit with torch's "
+    "`loss_parallel`, from which the gradient of `gm.nn.vocab_parallel_cross_entropy` differs by rounding. Losses are "
+    "in single precision, as before.",
 )
 
-PARALLEL = (MEGATRON, DEEPSPEED, NANOTRON, XFORMERS, VERL, VEOMNI, FASTVIDEO, MEGABLOCKS, TORCHTITAN)
+_FAIR = "fairscale/nn/model_parallel"
+
+
+def _fairscale_load(root: Path) -> Any:
+    names = ("mappings", "cross_entropy", "initialize")
+    files = {name: imported(f"fairscale.nn.model_parallel.{name}")(root) for name in names}
+    moe = imported("fairscale.nn.moe.moe_layer")(root)
+    return SimpleNamespace(**vars(files["mappings"]), **files, moe_layer=moe)
+
+
+def _fairscale_prepare(module: Any, world: World | None) -> None:
+    if world is not None:
+        module.initialize._MODEL_PARALLEL_GROUP = world.group
+
+
+FAIRSCALE = Repository(
+    "fairscale",
+    Source("facebookresearch/fairscale", "146f160241651e1211c4247979f159a4ef43b54a", parts=("fairscale",)),
+    (
+        Replaced(
+            f"{_FAIR}/mappings.py",
+            "fairscale_mappings.py",
+            (
+                "_reduce",
+                "_split",
+                "_gather",
+                "_CopyToModelParallelRegion",
+                "_ReduceFromModelParallelRegion",
+                "_ScatterToModelParallelRegion",
+                "_GatherFromModelParallelRegion",
+                "copy_to_model_parallel_region",
+                "reduce_from_model_parallel_region",
+                "scatter_to_model_parallel_region",
+                "gather_from_model_parallel_region",
+            ),
+        ),
+        Replaced(
+            f"{_FAIR}/cross_entropy.py",
+            "fairscale_loss.py",
+            ("_VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"),
+        ),
+        Replaced("fairscale/nn/moe/moe_layer.py", "deepspeed_moe.py", ("_AllToAll",)),
+    ),
+    _fairscale_load,
+    (
+        _copy("copy_to_model_parallel_region", lambda m, x, w: m.copy_to_model_parallel_region(x)),
+        _reduce("reduce_from_model_parallel_region", lambda m, x, w: m.reduce_from_model_parallel_region(x)),
+        Case(
+            "scatter_to_model_parallel_region",
+            lambda m, x, w: m.scatter_to_model_parallel_region(x),
+            sliced(1),
+            all_rows(3, 0, dim=1),
+            same=True,
+            uneven=(3, 2, 2),
+        ),
+        Case(
+            "gather_from_model_parallel_region",
+            lambda m, x, w: m.gather_from_model_parallel_region(x),
+            gathered(1),
+            rows(3, 0, dim=1),
+            once=True,
+        ),
+        Case(
+            "vocab_parallel_cross_entropy",
+            lambda m, x, w: m.cross_entropy.vocab_parallel_cross_entropy(x, _targets(sum(w.sizes))),
+            lambda xs, w: (
+                [cross_entropy(torch.cat(list(xs), 1), _targets(sum(w.sizes)), reduction="none")] * w.size
+            ),
+            rows(3, 0, dim=1),
+            once=True,
+        ),
+        Case(
+            "moe_layer._AllToAll",
+            lambda m, x, w: m.moe_layer._AllToAll.apply(w.group, x),
+            _exchanged,
+            all_rows(0, 3),
+            uneven=None,
+        ),
+    ),
+    Tests(
+        ("tests/__init__.py", "tests/nn/__init__.py", "tests/nn/model_parallel", "tests/nn/moe"),
+        (
+            "tests/nn/model_parallel/test_layers.py",
+            "tests/nn/model_parallel/test_cross_entropy.py",
+            "tests/nn/moe/test_moe_layer.py",
+        ),
+        standins=("cuda",),
+        variables=(("STANDIN_GPUS", "2"),),
+    ),
+    _fairscale_prepare,
+    left="four of its tests, of layers and of the loss, fail before and after: they ask for the random states of GPUs.",
+)
+
+PARALLEL = (
+    MEGATRON,
+    DEEPSPEED,
+    NANOTRON,
+    XFORMERS,
+    VERL,
+    VEOMNI,
+    FASTVIDEO,
+    MEGABLOCKS,
+    TORCHTITAN,
+    FAIRSCALE,
+)
 """Those that are compared."""

@@ -29,7 +29,7 @@ from tools.replaced.cases import Case, World, found, text_of, truth
 
 HANGS, SKIPPED = "it hangs", {"absent": "not needed"}
 RANKS, EVEN, SUBGROUP = 3, (2, 2, 2), (1, 2)
-LIMIT, GRACE = 12.0, 1.5
+LIMIT, GRACE = 120.0, 5.0
 _ENDED = re.compile("by peer|remote|process ended|Timed out|timed out")
 SITUATIONS = ("even", "uneven", "subgroup")
 

@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tools.replaced.cases import Case, World
-from tools.replaced.sources import Replaced, Source, Tests
+from tools.replaced.own_tests import Tests
+from tools.replaced.sources import Replaced, Source
 
 
 @dataclass(frozen=True)

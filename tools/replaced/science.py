@@ -22,8 +22,9 @@ from tools.replaced.cases import (
     sum_sliced,
     summed,
 )
+from tools.replaced.own_tests import Tests
 from tools.replaced.repository import Repository, alone
-from tools.replaced.sources import Replaced, Source, Tests
+from tools.replaced.sources import Replaced, Source
 
 
 def _atoms_load(root: Path) -> Any:
@@ -97,10 +98,16 @@ FAIRCHEM = Repository(
             uneven=(3, 2, 2),
         ),
     ),
-    None,
+    Tests(
+        (
+            "tests/conftest.py",
+            "tests/core/common/test_gp_utils.py",
+        ),
+        ("tests/core/common/test_gp_utils.py", "-k", "bwd or prod_reduce"),
+    ),
     _atoms_prepare,
-    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md). Its "
-    "tests run on CPUs and were not run.",
+    left="`common/parallelism`, which `gradmesh.compat.fairchem` replaces too: see [migration](migration.md). Of its "
+    "tests, those of gradients were run, `-k 'bwd or prod_reduce'`.",
 )
 
 
@@ -208,7 +215,7 @@ ANEMOI = Repository(
         inside="models",
         packages=("hypothesis", "sortedcontainers"),
     ),
-    left="`primitives.py` stays; their tests of several ranks call that file alone. "
+    left="`primitives.py` stays; their tests of several ranks call that file alone: not run. "
     "`use_fp32` sums are in the precision of the operand.",
 )
 
@@ -258,7 +265,7 @@ def _indexed(module: Any, x: Tensor, world: World) -> Tensor:
 
 PHYSICSNEMO = Repository(
     "nvidia-physicsnemo",
-    Source("NVIDIA/physicsnemo", release="nvidia-physicsnemo==2.2.2"),
+    Source("NVIDIA/physicsnemo", "94b355108cfd10e253d3d41cacdc0c0112b078e4", "nvidia-physicsnemo==2.2.2"),
     (
         Replaced("physicsnemo/distributed/mappings.py", "physicsnemo_mappings.py"),
         Replaced("physicsnemo/distributed/autograd.py", "physicsnemo_autograd.py"),
@@ -322,7 +329,7 @@ PHYSICSNEMO = Repository(
     _physics_prepare,
     left="`DistributedManager` stays; where the two files are imported a small one stands for it. `gather_v` returns a "
     "tensor with no rows off the root, where the original returns uninitialized memory. `use_fp32` sums are in the "
-    "precision of the operand. Their tests need GPUs.",
+    "precision of the operand. Its tests need GPUs, and packages such as warp and s3fs: not run.",
 )
 
 

@@ -1,4 +1,4 @@
-"""Where the files of a repository come from, a copy of them with replaced definitions, and its own tests."""
+"""Where the files of a repository come from, and a copy of them with replaced definitions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from zipfile import ZipFile
 
 from tools.models.environments import ROOT, Environment
+from tools.replaced.own_tests import PYTEST, swap
 
 TEXTS = Path(__file__).parent / "texts"
-PYTEST = ("pytest", "pytest-mock", "pytest-timeout")
 _PACKAGES, _ALONE = (
     ROOT / "tools/libraries" / f"{name}.txt" for name in ("requirements", "without_dependencies")
 )
@@ -44,6 +44,7 @@ class Source:
         release: a release on the package index, "name==version"; empty: the files are those of the commit.
         inside: the folder of the repository that is imported from.
         parts: the folders of the repository that are needed; all of `inside` where empty.
+        swaps: texts in the files and what stands for them, before and after.
     """
 
     repository: str
@@ -51,28 +52,12 @@ class Source:
     release: str = ""
     inside: str = "."
     parts: tuple[str, ...] = ()
+    swaps: tuple[tuple[str, str], ...] = ()
 
     @property
     def label(self) -> str:
         """What the table shows."""
         return self.release.replace("==", " ") or f"{self.repository} {self.commit[:10]}"
-
-
-@dataclass(frozen=True)
-class Tests:
-    """Tests of a repository that run on CPUs.
-
-    Attributes:
-        paths: files and folders of the repository, at its commit.
-        run: arguments of pytest.
-        inside: the folder to run in.
-        packages: what they need besides pytest.
-    """
-
-    paths: tuple[str, ...]
-    run: tuple[str, ...]
-    inside: str = "."
-    packages: tuple[str, ...] = ()
 
 
 class Place:
@@ -111,7 +96,8 @@ class Place:
         return into
 
     def archive(self, source: Source, paths: Sequence[str], into: Path) -> None:
-        """Write paths of a repository, at its commit, into a folder."""
+        """Write paths of a repository, at its commit, into an empty folder."""
+        shutil.rmtree(into, ignore_errors=True)
         into.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(self.clone(source.repository)), "archive", source.commit, *paths]
         with subprocess.Popen(git, stdout=subprocess.PIPE) as packed:
@@ -121,6 +107,7 @@ class Place:
         """A new copy of the files, from which they can be imported; with the replacement where there is one."""
         into = self.folder / "replaced" / name / ("before" if after is None else "after")
         shutil.rmtree(into, ignore_errors=True)
+        shutil.rmtree(into.parent / f"tests-{into.name}", ignore_errors=True)
         into.mkdir(parents=True)
         if not source.release:
             self.archive(source, source.parts or (source.inside,), into)
@@ -130,6 +117,7 @@ class Place:
         else:
             self._unpacked(source, into)
         root = into / source.inside if not source.release else into
+        swap(into, source.swaps)
         for each in after or ():
             path = root / each.path
             path.write_text(instead(path.read_text(), each))
@@ -152,8 +140,16 @@ class Place:
         with ZipFile(next(wheels.glob(f"{stem}-*.whl"))) as wheel:
             wheel.extractall(into)
 
-    def python(self, *arguments: str, paths: Sequence[Path], cwd: Path, limit: float) -> tuple[str, str]:
-        """Run Python in the environment, with these folders before the installed packages."""
+    def start(
+        self,
+        *arguments: str,
+        paths: Sequence[Path],
+        cwd: Path,
+        out: int | IO[str] = subprocess.PIPE,
+        err: int = subprocess.PIPE,
+        **variables: str,
+    ) -> subprocess.Popen[str]:
+        """Start Python in the environment, with these folders before the installed packages."""
         every = os.pathsep.join(map(str, (*paths, ROOT / "src", ROOT)))
         given = {
             "PYTHONPATH": every,
@@ -162,42 +158,17 @@ class Place:
             "CUDA_VISIBLE_DEVICES": "",
         }
         command = [str(self.environment.python), *arguments]
-        try:
-            done = subprocess.run(
-                command, cwd=cwd, env={**os.environ, **given}, capture_output=True, text=True, timeout=limit
-            )
-        except subprocess.TimeoutExpired:
-            return "", f"not over after {limit:g} seconds"
-        return done.stdout, done.stderr
+        env = {**os.environ, **given, **variables}
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, text=True)
 
-    def tested(self, name: str, source: Source, tests: Tests, root: Path) -> str:
-        """The result of a repository's own tests, with the files of a folder."""
-        into = self.folder / "replaced" / name / "tests"
-        if not into.exists():
-            self.archive(source, tests.paths, into)
-        own = self.packages([*PYTEST, *tests.packages])
-        run = ("-m", "pytest", "-q", "-p", "images", "-p", "no:cacheprovider", "--timeout=120", *tests.run)
-        images = (
-            ROOT / "tools/libraries/programs"
-        )  # torchvision, whose wheel needs a build of torch with CUDA
-        out, error = self.python(*run, paths=(root, own, images), cwd=into / tests.inside, limit=900)
-        (root.parent / f"tests-{root.name}.txt").write_text(out + error)
-        return counts(out)
-
-
-def counts(out: str) -> str:
-    r"""The numbers of the last line of pytest.
-
-    >>> counts("...\n===== 2 failed, 3 passed, 1 warning in 0.02s =====")
-    '3 passed, 2 failed'
-    """
-    numbers = {
-        word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", out[-400:])
-    }
-    if "error" in numbers:
-        numbers["failed"] = numbers.get("failed", 0) + numbers.pop("error")
-    kept = [f"{numbers[word]} {word}" for word in ("passed", "failed", "skipped") if word in numbers]
-    return ", ".join(kept) or "did not run"
+    def python(self, *arguments: str, paths: Sequence[Path], cwd: Path, limit: float) -> tuple[str, str]:
+        """Run it: what it prints."""
+        with self.start(*arguments, paths=paths, cwd=cwd) as process:
+            try:
+                return process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return "", f"not over after {limit:g} seconds"
 
 
 def instead(text: str, replaced: Replaced) -> str:

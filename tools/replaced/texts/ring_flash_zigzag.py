@@ -1,0 +1,5 @@
+from .ring_flash_attn import RingFlashAttnFunc
+
+
+class ZigZagRingFlashAttnFunc(RingFlashAttnFunc):
+    order = "zigzag"
