@@ -109,7 +109,7 @@ static void *work(void *argument) {
         write_data(&group, &move, call);
         publish(&group, &meeting);
         for (u64 tries = 0; !seen_soon(&group, &meeting) && !seen_later(&group, &meeting); tries++)
-            if (tries > 20000) fail("nobody came", call, rank, op);
+            if (tries > 20000) fail("timed out", call, rank, op);
         int status = finish(&group, &move, &meeting);
         if (status != (ranks > 1 ? FLAGS_DIFFER : DONE)) fail("was not made", call, rank, op);
         u64 at = 0;
