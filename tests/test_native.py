@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.backends.own_group import CallCheck
+from gradmesh.backends.shm import data_path
 from gradmesh.backends.shm.data_path import _KIND_OF_SUM, is_native
 from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.shm.shared_memory import INLINE
 from tools.native.__main__ import OPTIONS, build, run
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +64,26 @@ def test_random_calls_and_delays_give_the_right_values(name: str, tmp_path: Path
         pytest.fail(error.stderr)
     for count in (2, 3):
         assert run(tmp_path / "stress", count, 2000, 5) == f"2000 calls on {count} ranks: right"
+
+
+def enumerated(first: str) -> list[str]:
+    """The names of the enumeration in native.c that begins with a name, in their order."""
+    source = (ROOT / "src/gradmesh/backends/shm/native.c").read_text()
+    found = re.search(rf"enum {{ ({first}[^}}]*) }};", source)
+    assert found is not None
+    return found[1].split(", ")
+
+
+def test_numbers_of_calls_results_and_sums_are_those_of_the_source_in_c() -> None:
+    names = [name for name in enumerated("ALL_GATHER") if name != "OPS"]
+    assert [getattr(data_path, name).number for name in names] == list(range(len(names)))
+    results = enumerated("DONE")
+    assert results.index("FLAGS_DIFFER") == data_path._FLAGS_DIFFER
+    assert results.index("LATE") == data_path._LATE
+    assert len(results) == data_path._NOT_TAKEN
+    assert enumerated("LAYOUT") == [f"LAYOUT = {data_path._LAYOUT}"]
+    assert f"INLINE = {INLINE}" in enumerated("LINE")
+    assert enumerated("KINDS") == [f"KINDS = {1 + max(_KIND_OF_SUM.values())}"]
 
 
 # ---- both paths, mixed at random on each rank

@@ -196,13 +196,13 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
 
     Also a Python frame for profile functions, which cannot see `apply` where torch has it in C++.
     """
+    node: Any = _Rule if functorch_active() else _Node
+    deferred = None if node is _Rule else rank_state().of_thread.deferred
     made: tuple[Tensor, Tensor]
-    if functorch_active():
-        made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
-    elif (deferred := rank_state().of_thread.deferred) is None:
-        made = _Node.apply(op, x, token, call)  # type: ignore[no-untyped-call]
+    if deferred is None:
+        made = node.apply(op, x, token, call)
     else:
-        made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))  # type: ignore[no-untyped-call]
+        made = deferred.recorded(op, x, call, lambda: node.apply(op, x, token, call))
     return made
 
 
