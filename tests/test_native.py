@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import pytest
@@ -326,6 +327,35 @@ def test_an_interrupted_call_aborts_the_group_on_every_rank() -> None:
 
 
 # ---- with and without
+
+
+def files_of_a_small_call() -> tuple[int, int]:
+    """How many files of gradmesh an all_gather of 8 bytes runs code of, in its forward and in its backward."""
+    x, seen = torch.ones(2, requires_grad=True), set[str]()
+    place = str(Path(gm.__file__).parent)
+
+    def entered(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(place):
+            seen.add(frame.f_code.co_filename)
+
+    def files(work: Callable[[], Any]) -> tuple[int, Any]:
+        seen.clear()
+        sys.setprofile(entered)
+        try:
+            result = work()
+        finally:
+            sys.setprofile(None)
+        return len(seen), result
+
+    cotangent = torch.ones(2 * dist.get_world_size())
+    torch.autograd.grad(gm.all_gather(x, dist.group.WORLD), x, cotangent)
+    forward, y = files(lambda: gm.all_gather(x, dist.group.WORLD))
+    return forward, files(lambda: torch.autograd.grad(y, x, cotangent))[0]
+
+
+@native
+def test_a_small_call_runs_the_code_of_few_files(ranks: Run) -> None:
+    assert all(forward <= 12 and backward <= 8 for forward, backward in ranks(files_of_a_small_call))
 
 
 def test_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

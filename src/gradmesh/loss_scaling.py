@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from gradmesh._torch import LastPass, transforms_active
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError
-from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.checking import FULL
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
-from gradmesh.runtime.state import instruments, rank_state
+from gradmesh.runtime.state import check_level, instruments, rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import ReplicatedLossPass
 from gradmesh.transport.run import withdraw

@@ -22,7 +22,10 @@ from gradmesh._torch.compilers import (
 )
 from gradmesh._torch.groups import abort_group, default_store, duplicate_group, is_known, join_through
 from gradmesh._torch.modes import (
+    dispatch_modes,
+    forward_level,
     forward_level_open,
+    function_modes,
     functorch_active,
     in_plain_mode,
     is_legacy_batched,
@@ -30,9 +33,9 @@ from gradmesh._torch.modes import (
     on_legacy_batch,
     only_vmap_active,
     outside_modes,
+    script_state,
     to_list,
     tracing,
-    tracing_script,
     transforms_active,
     without_autograd,
 )

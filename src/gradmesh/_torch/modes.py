@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -43,8 +45,11 @@ def transforms_active() -> bool:
     return functorch_active() or forward_ad._current_level >= 0
 
 
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+"""The forward-mode level, negative where none is open; in C, for small calls."""
+
 if not level_is_known:
-    forward_level_open = transforms_active = Missing(_COLLECTIVE, LEVEL)
+    forward_level_open = transforms_active = forward_level = Missing(_COLLECTIVE, LEVEL)
 
 _interpreters = required("torch._C._functorch.get_interpreter_stack", "a collective inside of a transform")
 _vmap = find(
@@ -85,7 +90,7 @@ def in_function() -> bool:
 
 
 dispatch_modes: Callable[[], int] = required("torch._C._len_torch_dispatch_stack", _COLLECTIVE)
-_function_modes = required("torch._C._len_torch_function_stack", _COLLECTIVE)
+function_modes: Callable[[], int] = required("torch._C._len_torch_function_stack", _COLLECTIVE)
 _IN_MODE = "a collective inside of a mode"
 _no_functions = required("torch._C.DisableTorchFunction", _IN_MODE)
 _no_dispatch = required("torch.utils._python_dispatch._disable_current_modes", _IN_MODE)
@@ -95,7 +100,8 @@ _RUNS_ONCE = "make_fx and torch.jit.trace record the result of a collective as a
 _mode = find("torch._C._get_dispatch_mode", without=_RUNS_ONCE)
 _proxy = find("torch._C._TorchDispatchModeKey.PROXY", without=_RUNS_ONCE)
 _functional = find("torch._C._TorchDispatchModeKey.FUNCTIONAL", without=_RUNS_ONCE)
-_jit = find("torch._C._get_tracing_state", without=_RUNS_ONCE)
+script_state: Callable[[], object] = find("torch._C._get_tracing_state", without=_RUNS_ONCE) or (lambda: None)
+"""What torch.jit.trace has recorded; None where it is not tracing."""
 
 
 def tracing() -> bool:
@@ -104,20 +110,11 @@ def tracing() -> bool:
     >>> tracing()
     False
     """
-    if _jit is not None and _jit() is not None:
+    if script_state() is not None:
         return True
     if None in (_mode, _proxy, _functional) or dispatch_modes() == 0:
         return False
     return _mode(_proxy) is not None or _mode(_functional) is not None
-
-
-def tracing_script() -> bool:
-    """Whether torch.jit.trace is tracing.
-
-    >>> tracing_script()
-    False
-    """
-    return _jit is not None and _jit() is not None
 
 
 def modes_active() -> bool:
@@ -126,7 +123,7 @@ def modes_active() -> bool:
     >>> modes_active()
     False
     """
-    return dispatch_modes() > 0 or _function_modes() > 0
+    return dispatch_modes() > 0 or function_modes() > 0
 
 
 def in_plain_mode(work: Callable[[], T]) -> T:

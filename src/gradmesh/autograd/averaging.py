@@ -38,8 +38,9 @@ from gradmesh._util.call_sites import show_site
 from gradmesh.autograd.traced import Traced
 from gradmesh.errors import ArgumentError, CheckWarning, message
 from gradmesh.ops.base import LinearOp
-from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.checking import FULL
 from gradmesh.runtime.mesh import Axis, resolve
+from gradmesh.runtime.state import check_level
 from gradmesh.transport import compiling
 from gradmesh.types import I
 

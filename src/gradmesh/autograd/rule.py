@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import (
+    dispatch_modes,
     enters_graphs,
+    forward_level,
     forward_level_open,
     functorch_active,
     is_fake,
@@ -28,16 +30,15 @@ from gradmesh._torch import (
     on_legacy_batch,
     outside_modes,
     saves_for_a_checkpoint,
+    script_state,
     tracing,
-    tracing_script,
-    transforms_active,
 )
 from gradmesh._util.call_sites import call_site
 from gradmesh.autograd.traced import Encoded, Traced, decode, encode
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
-from gradmesh.runtime.checking import FULL, check_level
-from gradmesh.runtime.state import Chain, rank_state
+from gradmesh.runtime.checking import FULL
+from gradmesh.runtime.state import Chain, check_level, rank_state
 from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import (
     BACKWARD,
@@ -119,15 +120,16 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
         return _compiled(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
-    if type(op) is Traced and tracing_script():
+    if type(op) is Traced and script_state() is not None:
         return op.run(x, call)  # a node would be recorded as a Python call, which cannot be saved
-    transforms = transforms_active()
+    transforms = functorch_active() or forward_level() >= 0
     if call is None and not transforms and not torch.is_grad_enabled():
         return op.run(x) if type(op) is Traced else run.apply(op, x)
     call, token, needs_backward = recorded(op, x, call, token)
     if needs_backward or transforms:
         if token is None:  # a tracer accepts only its own tensors
-            token = torch.zeros(1, device="cpu") if type(op) is Traced or is_fake(x) else DETACHED_TOKEN
+            own = type(op) is Traced or x.is_meta or (type(x) is not Tensor and is_fake(x))
+            token = torch.zeros(1, device="cpu") if own else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
         y = op.run(x, call) if type(op) is Traced else run.apply(op, x, call)
@@ -165,7 +167,7 @@ def apply(
     if state.started.dropped:
         refuse_dropped(op, x)
     chain, original = state.of_thread.chain, op
-    if tracing():
+    if (dispatch_modes() or script_state() is not None) and tracing():
         op = Traced(op)
     if chain is None:
         return make(op, x)

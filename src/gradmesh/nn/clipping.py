@@ -29,8 +29,8 @@ from gradmesh._torch.fsdp import flattened, is_flattened
 from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError
 from gradmesh.nn.inputs import HALVES
-from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
+from gradmesh.runtime.state import check_level
 from gradmesh.transport.run import constants, withdraw
 from gradmesh.verbs.collectives import all_gather
 

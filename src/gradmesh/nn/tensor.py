@@ -23,8 +23,9 @@ from gradmesh.errors import ArgumentError, DTypeError, MismatchError, ShapeError
 from gradmesh.nn.clipping import Sharding, remember
 from gradmesh.nn.inputs import outside, readable, upcast
 from gradmesh.ops.sizes import balanced, intervals
-from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.checking import FULL
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
+from gradmesh.runtime.state import check_level
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import checksum
 from gradmesh.transport.run import exchange_device, withdraw

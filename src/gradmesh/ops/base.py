@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, Self, TypedDict, TypeVar
 
@@ -29,6 +29,8 @@ from gradmesh.ops.transport import Transport
 from gradmesh.types import Type
 
 T = TypeVar("T")
+
+compiling = is_compiling
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
@@ -62,6 +64,11 @@ def _plain_values(kind: type[Op]) -> Callable[[Op], tuple[Hashable, ...]] | None
     """Reads the fields of an op but its axis; None for a class of a program, whose fields may be anything."""
     names = [each.name for each in fields(kind) if each.name != "axis"]
     return attrgetter(*names) if kind.__module__.startswith("gradmesh.ops.") else None
+
+
+def once(method: Callable[[Any, Any], T]) -> cached_property[Callable[[Any], T]]:
+    """A method that an op runs once for each value of its argument; not for shapes of a program being compiled."""
+    return cached_property(lambda op: lru_cache(256)(partial(method, op)))
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,8 @@ class Op(abc.ABC):
             )
         refuse_unless_added(dtype, self.fail)
 
+    accepted = once(lambda op, dtype: op.accepts(dtype))
+
     # -- derived
 
     def apply(self, x: Tensor) -> Tensor:
@@ -157,7 +166,7 @@ class Op(abc.ABC):
 
     @cached_property
     def memo(self) -> BoundedCache:
-        """Cached results of `once`, by key."""
+        """What is known of its calls, such as their signatures, by operand."""
         return BoundedCache()
 
     @property
@@ -165,15 +174,6 @@ class Op(abc.ABC):
         """The op without its axis, for caches that must not keep the group alive; empty: it is in none."""
         values = _plain_values(type(self))
         return () if values is None else (type(self), self.axis.name, *values(self))
-
-    def once(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Compute once per key; in a program that is being compiled, every time."""
-        if is_compiling():
-            return work()
-        found: T | None = self.memo.get(key)
-        if found is None:
-            found = self.memo[key] = work()
-        return found
 
     @property
     def sends_back(self) -> bool:

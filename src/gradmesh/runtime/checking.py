@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Literal
 
-from gradmesh._util.environment import CHECK, CHECK_LEVELS
+from gradmesh._util.environment import CHECK_LEVELS
 from gradmesh.errors import ArgumentError
-from gradmesh.runtime.state import rank_state
+from gradmesh.runtime.state import CHECK_BLOCKS, rank_state
 
 Level = Literal[0, 1, "deferred", "full"]
 
@@ -22,16 +22,6 @@ FULL = CHECK_LEVELS["full"]
 
 
 _lock = threading.Lock()
-_blocks = [0]
-"""Number of open `check` blocks in the process; fast-path check, normally 0."""
-
-
-def check_level() -> int:
-    """The current level on this rank: 0, `CALLS`, `DEFERRED` or `FULL`."""
-    level = rank_state().check if _blocks[0] else None
-    if level is not None:
-        return level
-    return CHECK.kept[0] if CHECK.kept else CHECK.value()
 
 
 @contextlib.contextmanager
@@ -81,12 +71,12 @@ def check(level: Level) -> Iterator[None]:
         )
     before, state.check = state.check, wanted
     with _lock:
-        _blocks[0] += 1
+        CHECK_BLOCKS[0] += 1
     try:
         yield
         if wanted == FULL and state.suspects is not None:
             state.suspects.report()
     finally:
         with _lock:
-            _blocks[0] -= 1
+            CHECK_BLOCKS[0] -= 1
         state.check = before

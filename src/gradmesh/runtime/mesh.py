@@ -350,10 +350,10 @@ def resolve(which: AxisLike, op: str) -> Axis:
         if state.mesh is not None and (mesh := current_mesh()) is not None:
             return _of_mesh(mesh, None, op)
         return _of_group(world_group(op) if world is None else world, "world")
-    if isinstance(which, DeviceMesh):
-        return _of_mesh(which, None, op)
     if isinstance(which, dist.ProcessGroup):
         return _of_group(which, "group")
+    if isinstance(which, DeviceMesh):
+        return _of_mesh(which, None, op)
     if isinstance(which, int) and which == dist.GroupMember.NON_GROUP_MEMBER:
         raise AxisError.of(
             "this rank is not in the group",

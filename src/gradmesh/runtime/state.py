@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh import _torch
+from gradmesh._util.environment import CHECK
 from gradmesh.backends import threads
 from gradmesh.errors import OrderError
 
@@ -245,6 +246,18 @@ def rank_state() -> RankState:
     """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
     found = getattr(threads.here, "kept", None)
     return found if isinstance(found, RankState) else _process_state
+
+
+CHECK_BLOCKS = [0]
+"""Number of open `gradmesh.check` blocks in the process; fast-path check, normally 0."""
+
+
+def check_level() -> int:
+    """The current check level on this rank: 0 or one of those in `gradmesh.runtime.checking`."""
+    level = rank_state().check if CHECK_BLOCKS[0] else None
+    if level is not None:
+        return level
+    return CHECK.kept[0] if CHECK.kept else CHECK.value()
 
 
 RETURNED = "gradmesh/returned/{}"

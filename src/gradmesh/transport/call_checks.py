@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
+from gradmesh._torch import LastPass, backward_pass, function_backward, function_forward, in_plain_mode
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.backends.own_group import FLAGS, CallCheck, not_responding, unresponsive
@@ -383,7 +383,9 @@ class OpCallCheck(CallCheck):
         self._preceding: list[str] = []
         self._function_calls: FunctionCalls | None = None
         # Looked up now, because transports switch autograd off. A call of gradmesh's own nodes has a record.
-        self._backward_node = function_backward() if recorded is None or recorded.origin is None else None
+        self._backward_node = None
+        if backward_pass() != -1 and (recorded is None or recorded.origin is None):
+            self._backward_node = function_backward()
         self._forward_node = function_forward() if recorded is None else None
 
     @property

@@ -23,18 +23,19 @@ from torch import Tensor
 from gradmesh._torch import functional
 from gradmesh.backends.own_group import FLAGS, FlatGroup, OwnGroup, OwnWork
 from gradmesh.ops.transport import Transport, as_flat, bytes_of, dense, flattened
-from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis
-from gradmesh.runtime.state import RankState, rank_state
+from gradmesh.runtime.state import INSTALLED, RankState, check_level, instruments, rank_state
 from gradmesh.transport import packing
 from gradmesh.transport.call_checks import (
     OpCallCheck,
     agreed,
     balance,
+    calls_of,
     failed_ranks_named,
     refusal_text,
     signed,
 )
+from gradmesh.transport.comm_thread import AsyncAxis
 from gradmesh.transport.packing import CARRIED, flat_memory, sent_as, with_memory
 
 _TAG = 7103
@@ -643,3 +644,30 @@ class Functional(GroupTransport):
         return functional("broadcast", self.axis.group, dense(x), root)
 
     room, copy = TracedLocalTransport.room, TracedLocalTransport.copy
+
+
+TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {}
+"""The transport for a class of process group. Others get `OwnGroupTransport` if they are gradmesh's own, else
+`TorchGroup`."""
+
+
+def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
+    """The transport for one op; without a check of its call nothing is compared."""
+    if axis.size == 1:
+        return LocalTransport(axis)
+    if type(axis) is AsyncAxis:
+        axis = axis.comm_thread.axis
+    if call_check is not None:
+        call_check.calls = calls_of(axis.group)
+    kind = type(axis.group)
+    own = OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
+    found = TRANSPORTS.get(kind, own)(axis, call_check)
+    if INSTALLED[0]:
+        for each in instruments():
+            found = each.sending(found)
+    return found
+
+
+def traced_transport(axis: Axis) -> Transport:
+    """The transport for one op inside a compiled program."""
+    return TracedLocalTransport(axis) if axis.size == 1 else Functional(axis)

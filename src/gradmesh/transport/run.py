@@ -22,9 +22,9 @@ from gradmesh._util.structure import Packed
 from gradmesh.backends.own_group import OwnGroup
 from gradmesh.ops.base import Op
 from gradmesh.ops.transport import Transport
-from gradmesh.runtime.checking import DEFERRED, FULL, check_level
+from gradmesh.runtime.checking import DEFERRED, FULL
 from gradmesh.runtime.mesh import Axis
-from gradmesh.runtime.state import INSTALLED, rank_state, watched
+from gradmesh.runtime.state import INSTALLED, check_level, rank_state, watched
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import (
     BACKWARD,
@@ -103,7 +103,7 @@ def _checked(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
 def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
     """Make the call; on an error notify the other ranks."""
     try:
-        op.accepts(x.dtype)
+        op.accepted(x.dtype)
         if not op.sends and wire.call_check is not None:
             wire.compare()
         if profiler_on():

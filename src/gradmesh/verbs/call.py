@@ -31,9 +31,8 @@ from gradmesh.ops.base import LinearOp, Op, Precision
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.pair import Receive
 from gradmesh.ops.sizes import EQUAL, Sizes, balanced
-from gradmesh.runtime.checking import check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
-from gradmesh.runtime.state import rank_state
+from gradmesh.runtime.state import check_level, rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.comm_thread import async_axis
 from gradmesh.transport.run import constants, exchange_device, on_cpu, withdraw

@@ -76,6 +76,7 @@ from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
 from gradmesh.runtime.mesh import AxisLike
+from gradmesh.transport import compiling
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 from gradmesh.verbs import pytrees, reductions
 from gradmesh.verbs.call import Call, CountsByRank, RowsByRank, SizesLike, integer, neighbors, verb
@@ -1627,4 +1628,4 @@ def _stackable(x: Tensor) -> Tensor:
 
 
 def _mean(op: LinearOp) -> LinearOp:
-    return op.once(Mean, lambda: Mean(op))
+    return Mean(op) if compiling() else op.memo.get(Mean) or op.memo.setdefault(Mean, Mean(op))

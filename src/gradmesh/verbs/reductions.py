@@ -21,9 +21,9 @@ from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Extremum
 from gradmesh.ops.base import refuse_unless_added
 from gradmesh.ops.shard import AllGatherInvariant
 from gradmesh.ops.sizes import EQUAL
-from gradmesh.runtime.checking import DEFERRED, check_level
+from gradmesh.runtime.checking import DEFERRED
 from gradmesh.runtime.mesh import AxisLike, resolve
-from gradmesh.runtime.state import rank_state
+from gradmesh.runtime.state import check_level, rank_state
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import call_check, calls_of
 from gradmesh.transport.run import cause_of, on_cpu

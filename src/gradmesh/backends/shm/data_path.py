@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradmesh import _torch
+from gradmesh._torch import dispatch_modes, function_modes
 from gradmesh._util.environment import SHM_NATIVE
 from gradmesh.backends.own_group import (
     DTYPE_NUMBER,
@@ -500,8 +500,9 @@ class DirectCalls(OwnGroup):
         bits = call_hash(plan.bits, call_check)
         engine, lockstep, length = self.engine, self.engine.lockstep, given.numel()
         with engine.lock:
-            engine.check()
-            idle, status = not engine.queue and not _torch.modes_active(), _NOT_TAKEN
+            if engine.closed is not None:
+                raise engine.closed()
+            idle, status = not (engine.queue or dispatch_modes() or function_modes()), _NOT_TAKEN
             if (
                 idle
                 and plan.native is not None

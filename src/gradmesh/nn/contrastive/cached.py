@@ -17,9 +17,9 @@ from gradmesh._util.call_sites import call_site
 from gradmesh.autograd.deferred import no_sync
 from gradmesh.autograd.ordered import backward
 from gradmesh.errors import CheckWarning, message
-from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.checking import FULL
 from gradmesh.runtime.mesh import AxisLike
-from gradmesh.runtime.state import rank_state
+from gradmesh.runtime.state import check_level, rank_state
 from gradmesh.transport.run import constants, exchange_device
 from gradmesh.types import I
 from gradmesh.verbs.call import Call, integer
