@@ -2,7 +2,8 @@
 
 Three groups of the same ranks; each round times every one in turn, call by call. A figure is the median over the rounds
 of the slowest rank, in microseconds; all_gather + backward are `gm.all_gather` and `torch.autograd.grad` of its result.
-`--memory` measures what the copies of an all_gather cost by themselves, one or several processes at a time.
+`--memory` measures what the copies of an all_gather cost by themselves, one or several processes at a time; `--parts`,
+what of a small call is gradmesh's, and what torch's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh._util import environment
+from gradmesh.backends.own_group import OwnGroup
 from gradmesh.backends.shm.data_path import is_native
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}
@@ -87,6 +91,50 @@ def rows(ranks: int, rounds: int) -> Iterator[str]:
             )
 
 
+class Nothing(torch.autograd.Function):
+    """Makes its result and its gradient, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        """Uninitialised."""
+        ctx.size = size
+        return x.new_empty(size * len(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Too."""
+        return grad.new_empty(len(grad) // ctx.size), None
+
+
+def parts(rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a call on 4 bytes, and of what it consists of."""
+    torch.set_num_threads(1)
+    size, taken = dist.get_world_size(), dict[str, list[float]]()
+    ways: dict[str, Callable[[], object]] = {}
+    w, cotangent = torch.ones(1, requires_grad=True), torch.ones(size)
+    for name, group in groups().items():
+        torchs = calls(group, 1)
+        ways[f"all_gather of torch.distributed; {name}"] = torchs["all_gather"]
+        if isinstance(group, OwnGroup):
+            x, whole = torch.ones(1), torch.empty(size)
+            ways[f"the group's part of it; {name}"] = partial(group.all_gather_flat, whole, x)
+        ways[f"gm.all_gather + backward; {name}"] = torchs["gm.all_gather + backward"]
+    ways["a Function that does nothing + backward"] = lambda: torch.autograd.grad(
+        Nothing.apply(w, size),  # type: ignore[no-untyped-call]
+        w,
+        cotangent,
+    )
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(100):
+                way()
+            if number:
+                taken.setdefault(name, []).append(1e4 * (time.perf_counter() - begin))
+    return taken
+
+
 def copies(length: int, rounds: int = 200) -> list[float]:
     """Microseconds of the copies of an all_gather on this rank: fastest of some rounds of three ways."""
     torch.set_num_threads(1)
@@ -118,7 +166,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     given = parser.parse_args(arguments)
+    if given.parts:
+        print("| 4 B on 2 ranks | us |\n|---|---|")
+        taken = gm.launch(parts, 2, args=(given.rounds,), backend="shm")
+        for name in taken[0]:
+            print(f"| {name} | {max(statistics.median(each[name]) for each in taken):.1f} |")
+        return
     if given.memory:
         print(
             "| ranks | bytes a rank | into private memory | into its chunk | from all chunks |\n|---|---|---|---|---|"
