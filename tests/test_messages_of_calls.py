@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
-from gradmesh.transport.process_group import INLINE
+from gradmesh.transport.process_group import INLINE, TorchGroup
 from tools.hosts import Hosts, why_not
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -42,7 +43,7 @@ SENT = (
 
 
 def _messages(level: Literal[0, 1], size: int) -> dict[str, tuple[int, int]]:
-    """How many collectives of torch.distributed a verb calls, forward and backward."""
+    """How many exchanges between all ranks a verb makes, forward and backward."""
     found = {}
     for name, verb in VERBS.items():
         x = torch.full((size,), 1.0 + gm.rank(), requires_grad=True)
@@ -64,7 +65,11 @@ def _counted(calls: Counter[str]) -> Any:
         return counted
 
     names = {name: getattr(dist, name) for name in SENT if hasattr(dist, name)}
-    return patch.multiple(dist, **{name: counting(name, call) for name, call in names.items()})  # type: ignore[call-overload]
+    changed = contextlib.ExitStack()
+    for name, call in names.items():
+        changed.enter_context(patch.object(dist, name, counting(name, call)))
+    changed.enter_context(patch.object(TorchGroup, "_swap", counting("_swap", TorchGroup._swap)))
+    return changed
 
 
 def _gloo(worlds: Any) -> Callable[..., list[Any]]:

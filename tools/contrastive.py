@@ -146,7 +146,8 @@ def _trained(way: Training, model: Towers, images: Images, steps: int, seed: int
         else:
             loss = _loss(way, *model(left[mine], right[mine]))
             loss.backward()
-        grads = gm.all_reduce([p.grad for p in model.parameters()], dst=gm.I)  # each rank has a share
+        own = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = gm.all_reduce(own, dst=gm.I)  # each rank has a share
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.grad = grad
         optimizer.step()

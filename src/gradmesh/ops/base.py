@@ -29,7 +29,6 @@ from gradmesh.ops.transport import Transport
 from gradmesh.types import Type
 
 T = TypeVar("T")
-
 compiling = is_compiling
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
