@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
-from gradmesh.transport.process_group import INLINE, TorchGroup
+from gradmesh.transport.process_group import INLINE
 from tools.hosts import Hosts, why_not
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -43,7 +42,7 @@ SENT = (
 
 
 def _messages(level: Literal[0, 1], size: int) -> dict[str, tuple[int, int]]:
-    """How many exchanges between all ranks a verb makes, forward and backward."""
+    """How many collectives of torch.distributed a verb calls, forward and backward."""
     found = {}
     for name, verb in VERBS.items():
         x = torch.full((size,), 1.0 + gm.rank(), requires_grad=True)
@@ -65,11 +64,7 @@ def _counted(calls: Counter[str]) -> Any:
         return counted
 
     names = {name: getattr(dist, name) for name in SENT if hasattr(dist, name)}
-    changed = contextlib.ExitStack()
-    for name, call in names.items():
-        changed.enter_context(patch.object(dist, name, counting(name, call)))
-    changed.enter_context(patch.object(TorchGroup, "_swap", counting("_swap", TorchGroup._swap)))
-    return changed
+    return patch.multiple(dist, **{name: counting(name, call) for name, call in names.items()})  # type: ignore[call-overload]
 
 
 def _gloo(worlds: Any) -> Callable[..., list[Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -39,8 +38,8 @@ from gradmesh.transport.call_checks import (
 from gradmesh.transport.comm_thread import AsyncAxis
 from gradmesh.transport.packing import CARRIED, flat_memory, sent_as, with_memory
 
-_TAG, _PART = 7103, 7104
-"""Separate messages, and the parts of a collective, from what users send on the same group."""
+_TAG = 7103
+"""Separates these messages from those that users send on the same group."""
 
 _LENGTH = 8
 """Bytes of the number at the beginning of a header: the bytes that follow it."""
@@ -81,14 +80,16 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
     else:
         parts = [flat_memory(message)]
     for part in parts:
-        posted.append((part, axis.group.send([part], peer, _TAG)))
+        work = _send(part, axis, peer)
+        if work is not None:
+            posted.append((part, work))
     _forget_gone(state)
 
 
 def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     """Receive a tensor from one rank, in place; returns the sender's description if it differs from `greeting`."""
     if out.device.type != "cpu":
-        axis.group.recv([flat_memory(out)], peer, _TAG).wait()
+        _recv(flat_memory(out), axis, peer)
         return None
     skipped, key = rank_state().get_or_create(_Outbox).skipped, (axis.group, peer)
     while skipped[key]:
@@ -99,7 +100,7 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     if length == _NOTHING or said != _padded(greeting):
         _discard(length, axis, peer)
         return said.rstrip().decode(errors="replace")
-    axis.group.recv([bytes_of(out)], peer, _TAG).wait()
+    _recv(bytes_of(out), axis, peer)
     return None
 
 
@@ -152,6 +153,15 @@ def _drain(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
         outbox.draining = False
 
 
+def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
+    """`isend` returns None on a rank that is not in the group."""
+    return dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
+
+
+def _recv(part: Tensor, axis: Axis, peer: int) -> None:
+    dist.recv(part, group_src=peer, group=axis.group, tag=_TAG)
+
+
 def _header(length: int, greeting: str) -> Tensor:
     header = length.to_bytes(_LENGTH, "little", signed=True) + _padded(greeting)
     return torch.tensor(list(header), dtype=torch.uint8, device="cpu")
@@ -159,14 +169,14 @@ def _header(length: int, greeting: str) -> Tensor:
 
 def _recv_header(axis: Axis, peer: int) -> tuple[int, bytes]:
     header = torch.empty(_LENGTH + _GREETING, dtype=torch.uint8, device="cpu")
-    axis.group.recv([header], peer, _TAG).wait()
+    _recv(header, axis, peer)
     raw = bytes(header.tolist())
     return int.from_bytes(raw[:_LENGTH], "little", signed=True), raw[_LENGTH:]
 
 
 def _discard(length: int, axis: Axis, peer: int) -> None:
     if length != _NOTHING:
-        axis.group.recv([torch.empty(length, dtype=torch.uint8, device="cpu")], peer, _TAG).wait()
+        _recv(torch.empty(length, dtype=torch.uint8, device="cpu"), axis, peer)
 
 
 def _padded(greeting: str) -> bytes:
@@ -185,6 +195,20 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def exchange_memory(
+    out: Tensor, flat: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """Exchange between dense buffers of any dtype; the counts are elements of it."""
+    width = flat.dtype.itemsize // sent_as(flat.dtype).itemsize
+    dist.all_to_all_single(
+        flat_memory(out),
+        flat_memory(with_memory(flat)),
+        [n * width for n in receive],
+        [n * width for n in send],
+        group=group,
+    )
+
+
 class GroupTransport(Transport):
     """Base of the transports below: results in recycled memory."""
 
@@ -201,16 +225,11 @@ class GroupTransport(Transport):
 HEAD = 16
 """Bytes of the call check in the first message of a call: the digest, and whether the data follows it."""
 
-INLINE = 4096
-"""Most bytes for each rank that are sent with the call check."""
+INLINE = 1008
+"""Bytes for each rank that are sent with the call check: together less than a packet of Ethernet."""
 
-DIRECT, PAIRS = 1 << 20, 8
-"""Bytes of all ranks' operands up to which an all-reduce is a gather and a sum; ranks up to which pairs exchange."""
-
-
-def inline(size: int) -> int:
-    """Bytes for each rank that are sent with the call check: among many ranks fewer, since the check is sent to all."""
-    return max(1008, min(INLINE, 4 * INLINE // size))
+DIRECT = 1 << 16
+"""Bytes of a rank's operand up to which an all-to-all is faster than the ring or tree of the backend."""
 
 
 class TorchGroup(GroupTransport):
@@ -239,20 +258,15 @@ class TorchGroup(GroupTransport):
             for row, part in zip(data, _bytes(flat).split([n * width for n in send]), strict=True):
                 row[: part.numel()] = part
 
-        short = max(*send, *receive) * width <= inline(self.axis.size)
-        got = self._agree(send, receive, fill if short else None)
+        got = self._agree(send, receive, fill if max(*send, *receive) * width <= INLINE else None)
         out = self.room(flat, [sum(receive)] if shape is None else shape)
         if got is not None:
             for row, part in zip(got, _bytes(out).split([n * width for n in receive]), strict=True):
                 part.copy_(row[: part.numel()])
-        elif self._in_pairs(flat):
-            parts = _bytes(flat).split([n * width for n in send])
-            self._swap(parts, _bytes(out).split([n * width for n in receive]))
+        elif even:
+            dist.all_to_all_single(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         else:
-            wide = width // sent_as(flat.dtype).itemsize
-            sent, taken = flat_memory(with_memory(flat)), None if even else [n * wide for n in receive]
-            given = None if even else [n * wide for n in send]
-            dist.all_to_all_single(flat_memory(out), sent, taken, given, group=self.axis.group)
+            exchange_memory(out, flat, send, receive, self.axis.group)
         return out
 
     def gather(
@@ -262,10 +276,10 @@ class TorchGroup(GroupTransport):
         if not even and len(set(counts)) > 1:
             return super().gather(flat, counts, shape)
         got = self._agree_with(flat)
+        if got is None and self._directly(flat):
+            return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        if got is None and self._in_pairs(flat):
-            self._swap([_bytes(flat)] * self.axis.size, _bytes(out).chunk(self.axis.size))
-        elif got is None:
+        if got is None:
             _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         else:
             _bytes(out).view(got.shape).copy_(got)
@@ -292,9 +306,8 @@ class TorchGroup(GroupTransport):
         got = self._agree_with(as_flat(x))
         if got is not None:
             return _as(got, x).sum(0, dtype=x.dtype)
-        if self._in_pairs(x) and (size := self.axis.size) * x.numel() * x.dtype.itemsize <= DIRECT:
-            parts = self.gather(as_flat(x), [x.numel()] * size, (size, *x.shape), even=True)
-            return parts.sum(0, dtype=x.dtype)
+        if self._directly(x):
+            return super().sum(x)
         out = self.copy(x)
         dist.all_reduce(flat_memory(out), group=self.axis.group)
         return out
@@ -336,8 +349,9 @@ class TorchGroup(GroupTransport):
     def withdraw_message(self, peer: int, said: str) -> None:
         """Send a header without a message."""
         header = _header(_NOTHING, said)
-        work = self.axis.group.send([header], peer, _TAG)
-        rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
+        work = _send(header, self.axis, peer)
+        if work is not None:
+            rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
 
     def pass_over(self, peer: int) -> None:
         """Have the next `recv` from that rank discard it."""
@@ -349,22 +363,9 @@ class TorchGroup(GroupTransport):
         """Compare the calls only."""
         self._agree()
 
-    def _in_pairs(self, x: Tensor) -> bool:
-        """Whether messages between pairs of ranks are the fastest way to send an operand."""
-        return self.axis.size <= PAIRS and self._on_gloo(x)
-
-    def _swap(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
-        """Exchange bytes with every rank; Gloo's own collectives copy more, or wait for a neighbour at each step."""
-        rank, size, group = self.axis.rank, self.axis.size, self.axis.group
-        works = []
-        for to, source in (((rank + step) % size, (rank - step) % size) for step in range(1, size)):
-            if receive[source].numel():
-                works.append(group.recv([receive[source]], source, _PART))
-            if send[to].numel():
-                works.append(group.send([send[to]], to, _PART))
-        receive[rank].copy_(send[rank])
-        for work in works:
-            work.wait()
+    def _directly(self, x: Tensor) -> bool:
+        """Whether an all-to-all is the fastest way to send an operand to all ranks."""
+        return self._on_gloo(x) and x.numel() * x.dtype.itemsize <= DIRECT
 
     def _on_gloo(self, x: Tensor) -> bool:
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
@@ -377,7 +378,7 @@ class TorchGroup(GroupTransport):
             The bytes of every rank's operand, one row each; None if it was not sent.
         """
         size = flat.numel() * flat.dtype.itemsize
-        if size > inline(self.axis.size):
+        if size > INLINE:
             self._agree()
             return None
         rows = slice(None) if to is None else to
@@ -432,19 +433,15 @@ class TorchGroup(GroupTransport):
 
     def _meet(self, own: int, fill: Callable[[Tensor], object] | None) -> tuple[list[int], Tensor | None]:
         """Exchange the first message: every rank's head, and its data unless a rank's is too long."""
-        size, group, deferred = self.axis.size, self.axis.group, rank_state().deferred_check
-        first = bytearray((struct.pack("=qq", own, fill is None) + bytes(inline(self.axis.size))) * size)
-        second = bytearray(len(first))
-        sent, got = (torch.frombuffer(each, dtype=torch.uint8).view(size, -1) for each in (first, second))
+        sent = torch.zeros(self.axis.size, HEAD + INLINE, dtype=torch.uint8, device="cpu")
+        sent[:, :HEAD] = torch.tensor([own, fill is None], device="cpu").view(torch.uint8)
         if fill is not None:
             fill(sent[:, HEAD:])
+        got, group, deferred = torch.empty_like(sent), self.axis.group, rank_state().deferred_check
         with failed_ranks_named(self.axis), _UNWATCHED if deferred is None else deferred.at_once(group):
-            if self._in_pairs(sent):
-                self._swap(sent.unbind(), got.unbind())
-            else:
-                dist.all_to_all_single(got, sent, group=group)
-        heads = [struct.unpack_from("=qq", second, at) for at in range(0, len(second), len(second) // size)]
-        return [head for head, _ in heads], None if any(long for _, long in heads) else got[:, HEAD:]
+            dist.all_to_all_single(got, sent, group=group)
+        heads, too_long = zip(*got[:, :HEAD].view(torch.int64).tolist(), strict=True)
+        return list(heads), None if any(too_long) else got[:, HEAD:]
 
     def _words(self, own: str) -> list[str]:
         words = [""] * self.axis.size

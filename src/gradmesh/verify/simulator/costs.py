@@ -19,13 +19,13 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 
 `gloo` is what gradmesh sends over Gloo at check level 1. A round is a message and the notice of the receiver that it is
 ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of `HEAD` +
-`inline(W)` bytes, which compares it and carries at most `inline(W)` bytes for each rank. What is longer follows:
+`INLINE` bytes, which compares it and carries at most `INLINE` bytes for each rank. What is longer follows:
 
-| op | up to `PAIRS` ranks | above |
+| op | up to `DIRECT` bytes | above |
 |---|---|---|
 | all_gather | 1, s | W - 1, s |
 | reduce_scatter, all_to_all, gather, scatter, permute | 1, s | 1, s |
-| all_reduce | 1, n (W - 1) for W n up to `DIRECT` bytes | 2 (W - 1), s |
+| all_reduce | 2, s | 2 (W - 1), s |
 | broadcast | (1 + L) / 2, s | (1 + L) / 2, s |
 | reduce (roughly) | W - 1, s | W - 1, s |
 
@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gradmesh.errors import ArgumentError
-from gradmesh.transport.process_group import DIRECT, HEAD, PAIRS, inline
+from gradmesh.transport.process_group import DIRECT, HEAD, INLINE
 
 if TYPE_CHECKING:
     from gradmesh.verify.simulator.trace import Event
@@ -118,15 +118,13 @@ MESSAGE = 144
 
 def _gloo(op: str, size: int, n: float, s: float) -> list[Cost]:
     others = size - 1
-    meeting = others * (HEAD + inline(size) + MESSAGE)
+    meeting = others * (HEAD + INLINE + MESSAGE)
     part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
-    if part <= inline(size):
+    if part <= INLINE:
         return [(1, meeting)]
-    if op == "all_reduce" and size <= PAIRS and size * n <= DIRECT:
-        op, s = "all_gather", others * n
     rounds, messages = {
-        "all_gather": (1 if size <= PAIRS else others, others),
-        "all_reduce": (2 * others, 2 * others),
+        "all_gather": (1 if n <= DIRECT else others, others),
+        "all_reduce": (2 if n <= DIRECT else 2 * others, 2 * others),
         "broadcast": ((1 + _log(size)) / 2, others),
         "reduce": (others, 1),
     }.get(op, (1, others))
