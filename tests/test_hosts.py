@@ -42,7 +42,7 @@ def ended(processes: list[subprocess.Popen[str]]) -> Done:
         with ThreadPoolExecutor(
             len(processes)
         ) as readers:  # a rank whose pipe is full would hold the others up
-            said = list(readers.map(lambda process: process.communicate(timeout=200), processes))
+            said = list(readers.map(lambda process: process.communicate(timeout=500), processes))
         return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
     finally:
         for process in processes:
