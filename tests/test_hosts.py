@@ -18,7 +18,7 @@ from tools.hosts import Hosts, why_not
 Done = list[tuple[int, str, str]]
 """For each rank: its exit code, and what it printed."""
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 PROGRAM = ("-m", "tests.backend_ranks")
 
