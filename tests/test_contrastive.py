@@ -471,8 +471,8 @@ class Products(TorchDispatchMode):
         self.multiplications, self.count = multiplications, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            (rows, inner), (_, cols) = (x.shape for x in args[-2:])
+        if func is torch.ops.aten.mm.default:
+            (rows, inner), (_, cols) = args[0].shape, args[1].shape
             self.count += rows * inner * cols == self.multiplications
         return func(*args, **(kwargs or {}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
+from gradmesh.ops.base import Op
 from gradmesh.transport.process_group import INLINE
 from tools.hosts import Hosts, why_not
 
@@ -39,6 +41,41 @@ SENT = (
     "broadcast",
     "reduce",
 )
+
+
+def _kept_ops() -> dict[str, int]:
+    """How many ops are left after calls of a verb and their backward, without the garbage collector."""
+    rows = {1 - gm.rank(): torch.tensor([0, 1])}
+    verbs = VERBS | {
+        "mean": lambda x: gm.all_reduce(x, op="mean", dst=gm.R),
+        "neighbor_all_to_all": lambda x: gm.neighbor_all_to_all(
+            x, send_rows=rows, receive_counts=dict.fromkeys(rows, 2)
+        ),
+    }
+    found = {}
+    for name, verb in verbs.items():
+        x = torch.full((4,), 1.0 + gm.rank(), requires_grad=True)
+        gc.collect()
+        before = _ops()
+        gc.disable()
+        try:
+            for _ in range(3):
+                y = verb(x)
+                torch.autograd.grad(y, x, torch.full_like(y, 2.0 + gm.rank()))
+            del y
+            found[name] = _ops() - before
+        finally:
+            gc.enable()
+    return found
+
+
+def _ops() -> int:
+    return sum(issubclass(type(each), Op) for each in gc.get_objects())
+
+
+def test_the_ops_of_a_group_that_keeps_none_are_freed_with_their_calls(worlds: Any) -> None:
+    for found in worlds(2, "gloo").run(_kept_ops):
+        assert found == dict.fromkeys([*VERBS, "mean", "neighbor_all_to_all"], 0)
 
 
 def _messages(level: Literal[0, 1], size: int) -> dict[str, tuple[int, int]]:

@@ -128,7 +128,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     call, token, needs_backward = recorded(op, x, call, token)
     if needs_backward or transforms:
         if token is None:  # a tracer accepts only its own tensors
-            own = type(op) is Traced or x.is_meta or (type(x) is not Tensor and is_fake(x))
+            own = type(op) is Traced or ((x.is_meta or type(x) is not Tensor) and is_fake(x))
             token = torch.zeros(1, device="cpu") if own else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops.base import Along, compiling, once, shifted
+from gradmesh.ops.base import Along, compiling, shifted
 from gradmesh.ops.row import Example, Examples, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
@@ -52,11 +52,10 @@ class Join(Split):
             shifted(shape, self.dim, sum(sizes)) if in_a_row else None,
         )
 
-    known = once(layout)
-
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
-        sizes, lengths, whole = (self.layout if compiling() else self.known)(x.shape)
+        known = None if compiling() else self.memo.get(x.shape)
+        sizes, lengths, whole = known or self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, (x.shape[self.dim],))
         if whole is not None:
             return wire.gather(flat, lengths, whole, even=self.sizes.each is None)
@@ -97,11 +96,10 @@ class ReduceScatter(Split):
         sizes = self.parts(shape)
         return sizes, counts(shape, self.dim, sizes), shifted(shape, self.dim, sizes[self.axis.rank])
 
-    known = once(layout)
-
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its slice and add the received ones."""
-        sizes, lengths, shape = (self.layout if compiling() else self.known)(x.shape)
+        known = None if compiling() else self.memo.get(x.shape)
+        sizes, lengths, shape = known or self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, sizes)
         return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.each is None)
 

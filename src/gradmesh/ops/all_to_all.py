@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, compiling, once, shifted
+from gradmesh.ops.base import LinearOp, compiling, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
@@ -59,11 +59,10 @@ class AllToAll(LinearOp):
         receive, joined = [math.prod(s) for s in shapes], [s[self.concat_dim] for s in shapes]
         return sizes, counts(shape, self.split_dim, sizes), receive, joined, shapes[0]
 
-    known = once(layout)
-
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pack a part for each rank, exchange, join."""
-        sizes, send, receive, joined, shape = (self.layout if compiling() else self.known)(x.shape)
+        known = None if compiling() else self.memo.get(x.shape)
+        sizes, send, receive, joined, shape = known or self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.split_dim, sizes)
         return assemble(
             lambda shape: wire.exchange(flat, send, receive, shape, even=self.symmetric),

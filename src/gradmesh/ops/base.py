@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, Self, TypedDict, TypeVar
 
@@ -63,11 +63,6 @@ def _plain_values(kind: type[Op]) -> Callable[[Op], tuple[Hashable, ...]] | None
     """Reads the fields of an op but its axis; None for a class of a program, whose fields may be anything."""
     names = [each.name for each in fields(kind) if each.name != "axis"]
     return attrgetter(*names) if kind.__module__.startswith("gradmesh.ops.") else None
-
-
-def once(method: Callable[[Any, Any], T]) -> cached_property[Callable[[Any], T]]:
-    """A method that an op runs once for each value of its argument; not for shapes of a program being compiled."""
-    return cached_property(lambda op: lru_cache(256)(partial(method, op)))
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,6 @@ class Op(abc.ABC):
             )
         refuse_unless_added(dtype, self.fail)
 
-    accepted = once(lambda op, dtype: op.accepts(dtype))
-
     # -- derived
 
     def apply(self, x: Tensor) -> Tensor:
@@ -165,7 +158,11 @@ class Op(abc.ABC):
 
     @cached_property
     def memo(self) -> BoundedCache:
-        """What is known of its calls, such as their signatures, by operand."""
+        """What is known of its calls: results of `once` by key, signatures by operand, dtypes that it accepts.
+
+        Small calls look here before they call `once` or `accepts`. Nothing in it may refer to the op: those of a group
+        that keeps no ops are freed with their call, and what they hold with them.
+        """
         return BoundedCache()
 
     @property
@@ -173,6 +170,15 @@ class Op(abc.ABC):
         """The op without its axis, for caches that must not keep the group alive; empty: it is in none."""
         values = _plain_values(type(self))
         return () if values is None else (type(self), self.axis.name, *values(self))
+
+    def once(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Compute once per key; in a program that is being compiled, every time."""
+        if compiling():
+            return work()
+        found: T | None = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = work()
+        return found
 
     @property
     def sends_back(self) -> bool:

@@ -103,7 +103,9 @@ def _checked(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
 def _call(op: Op, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
     """Make the call; on an error notify the other ranks."""
     try:
-        op.accepted(x.dtype)
+        if x.dtype not in op.memo:
+            op.accepts(x.dtype)
+            op.memo[x.dtype] = True
         if not op.sends and wire.call_check is not None:
             wire.compare()
         if profiler_on():

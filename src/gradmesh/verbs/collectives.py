@@ -1628,4 +1628,5 @@ def _stackable(x: Tensor) -> Tensor:
 
 
 def _mean(op: LinearOp) -> LinearOp:
-    return Mean(op) if compiling() else op.memo.get(Mean) or op.memo.setdefault(Mean, Mean(op))
+    kept = not compiling() and hasattr(op.axis.group, "kept")
+    return op.once(Mean, lambda: Mean(op)) if kept else Mean(op)

@@ -165,7 +165,7 @@ EXP_LABELLED = ExpKernel(
 
 
 def _sigmoid(a: Tensor, b: Tensor, bias: Tensor) -> Tensors:
-    return (softplus(torch.addmm(bias, a, b.T)).sum(),)
+    return (softplus(a @ b.T + bias).sum(),)
 
 
 SIGMOID = Kernel(_sigmoid, Counts(1, 1, 1), Counts(0, 0, 1), (True, True, True))
