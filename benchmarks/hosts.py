@@ -171,7 +171,7 @@ def _on_rank(options: argparse.Namespace) -> None:
 def predicted(verb: str, way: str, size: int, ranks: int) -> Measured | None:
     """Trips and bytes of gradmesh's call by the cost model of the simulator, of all ranks together."""
     op = _OPS[verb][WAYS.index(way)]
-    payload = size * (ranks if op == "reduce_scatter" else 1)
+    payload = {"reduce_scatter": size * ranks, "all_to_all": max(size, 4 * ranks)}.get(op, size)
     if op == "reduce":
         return None
     sent = sent_evenly(op, ranks, payload)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import random
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
 from gradmesh.ops.base import Op
-from gradmesh.transport.process_group import INLINE
+from gradmesh.transport.process_group import TorchGroup, inline
 from tools.hosts import Hosts, why_not
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -33,6 +35,7 @@ VERBS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reduce_scatter": gm.reduce_scatter,
     "shift": gm.shift,
 }
+LONG = {name: VERBS[name] for name in ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")}
 SENT = (
     "all_to_all_single",
     "all_gather_into_tensor",
@@ -79,7 +82,7 @@ def test_the_ops_of_a_group_that_keeps_none_are_freed_with_their_calls(worlds: A
 
 
 def _messages(level: Literal[0, 1], size: int) -> dict[str, tuple[int, int]]:
-    """How many collectives of torch.distributed a verb calls, forward and backward."""
+    """How many exchanges between all ranks a verb makes, forward and backward."""
     found = {}
     for name, verb in VERBS.items():
         x = torch.full((size,), 1.0 + gm.rank(), requires_grad=True)
@@ -101,7 +104,11 @@ def _counted(calls: Counter[str]) -> Any:
         return counted
 
     names = {name: getattr(dist, name) for name in SENT if hasattr(dist, name)}
-    return patch.multiple(dist, **{name: counting(name, call) for name, call in names.items()})  # type: ignore[call-overload]
+    changed = contextlib.ExitStack()
+    for name, call in names.items():
+        changed.enter_context(patch.object(dist, name, counting(name, call)))
+    changed.enter_context(patch.object(TorchGroup, "_post", counting("_post", TorchGroup._post)))
+    return changed
 
 
 def _gloo(worlds: Any) -> Callable[..., list[Any]]:
@@ -114,7 +121,7 @@ def test_the_check_of_a_short_call_costs_no_message(worlds: Any) -> None:
 
 
 def test_the_check_of_a_long_call_costs_one_message(worlds: Any) -> None:
-    for size in (INLINE, 1 << 15):
+    for size in (inline(2), 1 << 15):
         checked, unchecked = (_gloo(worlds)(_messages, level, size)[0] for level in (1, 0))
         assert checked == {verb: (f + 1, b + 1) for verb, (f, b) in unchecked.items()}
 
@@ -138,7 +145,7 @@ def _values(sizes: list[int]) -> None:
 
 
 def test_values_do_not_depend_on_how_they_are_sent(worlds: Any) -> None:
-    edge = INLINE // 8
+    edge = inline(3) // 8
     worlds(3, "gloo", 240).run(_values, [0, 1, edge - 1, edge, edge + 1, 4 * edge + 3])
 
 
@@ -146,7 +153,7 @@ def _one_is_long() -> list[str]:
     """Rank 1 passes an operand that does not fit into the message that the other rank sends."""
     found = []
     for verb in VERBS.values():
-        x = torch.ones(4 if gm.rank() == 0 else 4 * INLINE)
+        x = torch.ones(4 if gm.rank() == 0 else 4 * inline(2))
         with pytest.raises(gm.MismatchError) as caught:
             verb(x)
         found.append(str(caught.value))
@@ -155,7 +162,47 @@ def _one_is_long() -> list[str]:
 
 def test_calls_of_a_short_and_a_long_operand_are_compared(worlds: Any) -> None:
     for text in _gloo(worlds)(_one_is_long)[0]:
-        assert f"[{4 * INLINE}]" in text
+        assert f"[{4 * inline(2)}]" in text
+
+
+def _calls(seed: int, rounds: int) -> Counter[str]:
+    """Random calls, some of which differ between the ranks; each is right, or raises on every rank."""
+    same, rank, size, done = random.Random(seed), gm.rank(), gm.axis().size, Counter[str]()
+    for _ in range(rounds):
+        n, dtype = size * same.choice([1, 512, 4097, 9000, 70_000]), same.choice([torch.uint8, torch.float64])
+        odd = rank in same.choice([[same.randrange(size)], range(1, size, 2)])
+        kind, name, other = same.choice(["right", "verb", "length", "counts"]), *same.sample(sorted(LONG), 2)
+        each = [torch.arange(n).remainder(11).add(r).to(dtype) for r in range(size)]
+        parts = torch.stack(each).view(size, size, -1)[:, rank]
+        x = each[rank]
+        if kind == "right":
+            expected = {
+                "all_gather": torch.cat(each),
+                "all_reduce": torch.stack(each).sum(0, dtype=dtype),
+                "all_to_all": parts.flatten(),
+                "reduce_scatter": parts.sum(0, dtype=dtype),
+            }[name]
+            assert LONG[name](x).equal(expected), (name, n)
+        elif kind == "counts":  # some ranks expect more from the next than that sends
+            count, to, source = n // size, (rank + 1) % size, (rank - 1) % size
+            with pytest.raises(gm.MismatchError):
+                gm.neighbor_all_to_all(
+                    x,
+                    send_rows={to: torch.arange(count)},
+                    receive_counts={source: count + odd},
+                )
+        else:
+            verb = LONG[other if kind == "verb" and odd else name]
+            with pytest.raises(gm.MismatchError):
+                verb(torch.cat([x, x]) if kind == "length" and odd else x)
+        done[kind] += 1
+    return done
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_calls_after_mismatched_ones_are_right(worlds: Any, size: int) -> None:
+    for done in worlds(size, "gloo", 240).run(_calls, 8 + size, 60):
+        assert min(done[kind] for kind in ("right", "verb", "length", "counts")) > 5
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -185,7 +232,7 @@ def test_packets_between_hosts_are_delayed_and_counted() -> None:
 
 
 def test_the_cost_model_has_the_bytes_and_nearly_the_trips_that_were_measured() -> None:
-    rows = [line.split("|")[1:-1] for line in hosts_benchmark.PAGE.read_text().splitlines() if "iB |" in line]
+    rows = [line.split("|")[1:-1] for line in hosts_benchmark.PAGE.read_text().splitlines() if "B |" in line]
     sizes = {"4 B": 4, "64 KiB": 65536, "4 MiB": 4 << 20}
     compared = 0
     for hosts, verb, size, way, measured, *_ in ([cell.strip() for cell in row] for row in rows):

@@ -19,20 +19,9 @@ Sizes that are exchanged travel on the CPU, if the process group has a backend f
 """
 
 from gradmesh.nn import fields, graph, sequence, tensor
-from gradmesh.nn.attention import (
-    ring_attention,
-    ulysses_attention,
-)
-from gradmesh.nn.checkpoints import (
-    load_sharded_state_dict,
-    sharded_state_dict,
-)
-from gradmesh.nn.clipping import (
-    clip_grad_norm_,
-    clip_grad_value_,
-    get_total_norm,
-    mark_sharded,
-)
+from gradmesh.nn.attention import ring_attention, ulysses_attention
+from gradmesh.nn.checkpoints import load_sharded_state_dict, sharded_state_dict
+from gradmesh.nn.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm, mark_sharded
 from gradmesh.nn.contrastive.cached import cached_gradients
 from gradmesh.nn.contrastive.losses import (
     BarlowTwinsLoss,
@@ -48,11 +37,7 @@ from gradmesh.nn.contrastive.losses import (
     sup_con_loss,
     vic_reg_loss,
 )
-from gradmesh.nn.experts import (
-    ExpertDispatch,
-    ExpertParallel,
-    balance_loss,
-)
+from gradmesh.nn.experts import ExpertDispatch, ExpertParallel, balance_loss
 from gradmesh.nn.fields import (
     HaloAvgPool,
     HaloConv1d,
@@ -64,10 +49,7 @@ from gradmesh.nn.fields import (
     HaloMaxPool,
     SpectralConv,
 )
-from gradmesh.nn.norms import (
-    SyncBatchNorm,
-    SyncGroupNorm,
-)
+from gradmesh.nn.norms import SyncBatchNorm, SyncGroupNorm
 from gradmesh.nn.skipped import skipped
 from gradmesh.nn.tensor import (
     ColumnParallelLinear,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradmesh.errors import MismatchError
 from gradmesh.ops.base import Op
-from gradmesh.ops.transport import Axis, Transport
+from gradmesh.ops.transport import Axis, Counts, Transport
 
 
 def meaning(ops: Sequence[Op], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -84,9 +84,9 @@ class _ListTransport(Transport):
     def exchange(
         self,
         flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        shape: Sequence[int] | None = None,
+        send: Counts,
+        receive: Counts,
+        shape: Counts | None = None,
         *,
         even: bool = False,  # noqa: ARG002
     ) -> Tensor:

@@ -30,6 +30,9 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError
 
+Counts = Sequence[int]
+"""Numbers of elements, one for each rank; or a shape."""
+
 
 class Axis(Protocol):
     """The ranks that an op runs over; its text is shown in errors."""
@@ -74,13 +77,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def exchange(
-        self,
-        flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,
+        self, flat: Tensor, send: Counts, receive: Counts, shape: Counts | None = None, *, even: bool = False
     ) -> Tensor:
         """All-to-all: send each rank its part of a flat buffer, and receive a part from each.
 

@@ -305,9 +305,9 @@ class CallRecord:
 class Calls:
     """One rank's counter of the calls on a group."""
 
-    __slots__ = ("functions", "local", "local_digest", "lock", "log", "number", "signatures", "words")
+    __slots__ = ("functions", "gloo", "local", "local_digest", "lock", "log", "number", "signatures", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         # Held during a call that is compared: threads must not interleave their calls on one group.
         self.lock = threading.RLock()
         self.number = 0  # how many calls were compared
@@ -318,6 +318,9 @@ class Calls:
         self.signatures = BoundedCache()
         self.functions = Functions()  # user-written autograd Functions that call verbs
         self.log: Any = None  # the log of the deferred check, if a call on the group was deferred
+        self.gloo = False  # whether the group sends CPU tensors over Gloo
+        with contextlib.suppress(TypeError, ValueError):  # torch did not make it
+            self.gloo = "cpu:gloo" in dist.get_backend_config(group)
 
     def note(self, signature: Signature, recorded: CallRecord) -> None:
         """Count a call that sends nothing."""
@@ -335,7 +338,7 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
     """The calling rank's counter of the calls on a group."""
     found = _counted.get(group)
     if found is None:
-        found = _counted[group] = Calls()
+        found = _counted[group] = Calls(group)
     return found
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from gradmesh._torch import functional
 from gradmesh.backends.own_group import FLAGS, FlatGroup, OwnGroup, OwnWork
-from gradmesh.ops.transport import Transport, as_flat, bytes_of, dense, flattened
+from gradmesh.ops.transport import Counts, Transport, as_flat, bytes_of, dense, flattened
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import INSTALLED, RankState, check_level, instruments, rank_state
 from gradmesh.transport import packing
@@ -38,17 +40,17 @@ from gradmesh.transport.call_checks import (
 from gradmesh.transport.comm_thread import AsyncAxis
 from gradmesh.transport.packing import CARRIED, flat_memory, sent_as, with_memory
 
-_TAG = 7103
-"""Separates these messages from those that users send on the same group."""
+_TAG, _PART = 7103, 7104
+"""Separate messages, and the parts of a collective, from what users send on the same group."""
 
-_LENGTH = 8
-"""Bytes of the number at the beginning of a header: the bytes that follow it."""
-
-_GREETING = 120
-"""Bytes of the rest: the description, which has to be the same on both ends."""
+_LENGTH, _GREETING = 8, 120
+"""Bytes of a header: the number of bytes that follow it, and the description, which both ends have to share."""
 
 _NOTHING = -1
 """The length where no message follows, because the sender aborted."""
+
+_Fill = Callable[[Tensor], list[int]]
+_Post = Callable[..., list[dist.Work]]
 
 _UNWATCHED = contextlib.nullcontext()
 
@@ -79,17 +81,14 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
         parts = [_header(body.numel(), greeting), body]
     else:
         parts = [flat_memory(message)]
-    for part in parts:
-        work = _send(part, axis, peer)
-        if work is not None:
-            posted.append((part, work))
+    posted.extend((part, axis.group.send([part], peer, _TAG)) for part in parts)
     _forget_gone(state)
 
 
 def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     """Receive a tensor from one rank, in place; returns the sender's description if it differs from `greeting`."""
     if out.device.type != "cpu":
-        _recv(flat_memory(out), axis, peer)
+        axis.group.recv([flat_memory(out)], peer, _TAG).wait()
         return None
     skipped, key = rank_state().get_or_create(_Outbox).skipped, (axis.group, peer)
     while skipped[key]:
@@ -100,7 +99,7 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     if length == _NOTHING or said != _padded(greeting):
         _discard(length, axis, peer)
         return said.rstrip().decode(errors="replace")
-    _recv(bytes_of(out), axis, peer)
+    axis.group.recv([bytes_of(out)], peer, _TAG).wait()
     return None
 
 
@@ -153,15 +152,6 @@ def _drain(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
         outbox.draining = False
 
 
-def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
-    """`isend` returns None on a rank that is not in the group."""
-    return dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
-
-
-def _recv(part: Tensor, axis: Axis, peer: int) -> None:
-    dist.recv(part, group_src=peer, group=axis.group, tag=_TAG)
-
-
 def _header(length: int, greeting: str) -> Tensor:
     header = length.to_bytes(_LENGTH, "little", signed=True) + _padded(greeting)
     return torch.tensor(list(header), dtype=torch.uint8, device="cpu")
@@ -169,14 +159,14 @@ def _header(length: int, greeting: str) -> Tensor:
 
 def _recv_header(axis: Axis, peer: int) -> tuple[int, bytes]:
     header = torch.empty(_LENGTH + _GREETING, dtype=torch.uint8, device="cpu")
-    _recv(header, axis, peer)
+    axis.group.recv([header], peer, _TAG).wait()
     raw = bytes(header.tolist())
     return int.from_bytes(raw[:_LENGTH], "little", signed=True), raw[_LENGTH:]
 
 
 def _discard(length: int, axis: Axis, peer: int) -> None:
     if length != _NOTHING:
-        _recv(torch.empty(length, dtype=torch.uint8, device="cpu"), axis, peer)
+        axis.group.recv([torch.empty(length, dtype=torch.uint8, device="cpu")], peer, _TAG).wait()
 
 
 def _padded(greeting: str) -> bytes:
@@ -195,20 +185,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchange_memory(
-    out: Tensor, flat: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> None:
-    """Exchange between dense buffers of any dtype; the counts are elements of it."""
-    width = flat.dtype.itemsize // sent_as(flat.dtype).itemsize
-    dist.all_to_all_single(
-        flat_memory(out),
-        flat_memory(with_memory(flat)),
-        [n * width for n in receive],
-        [n * width for n in send],
-        group=group,
-    )
-
-
 class GroupTransport(Transport):
     """Base of the transports below: results in recycled memory."""
 
@@ -222,14 +198,14 @@ class GroupTransport(Transport):
         return packing.empty(shape, like.dtype, like.device)
 
 
-HEAD = 16
-"""Bytes of the call check in the first message of a call: the digest, and whether the data follows it."""
+HEAD, DIRECT, DIRECT_SUM, PAIRS = 16, 1 << 16, 1 << 20, 8
+"""Bytes of the call check in the first message of a call; bytes up to which an operand goes to each rank, and in an
+all-reduce of two ranks; the most ranks that exchange messages in pairs."""
 
-INLINE = 1008
-"""Bytes for each rank that are sent with the call check: together less than a packet of Ethernet."""
 
-DIRECT = 1 << 16
-"""Bytes of a rank's operand up to which an all-to-all is faster than the ring or tree of the backend."""
+def inline(size: int) -> int:
+    """Bytes for each of so many ranks that Gloo sends with the check: without pairs, less than a packet."""
+    return 4096 if size <= PAIRS else 1008
 
 
 class TorchGroup(GroupTransport):
@@ -237,52 +213,59 @@ class TorchGroup(GroupTransport):
 
     These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
     different collectives hang. So a checked call of CPU tensors begins with a message to each rank, which holds a
-    digest of the call, and the data if it is short; where digests differ, the ranks exchange descriptions. Its length
-    is always the same, since the ranks may make different calls. For tensors on other devices, and at level "deferred",
-    the comparison follows later (`deferred_check.py`): an exchange before the call would have to wait for the device.
+    digest of the call, and the data if it is short; where digests differ, the ranks exchange descriptions. Every rank
+    expects the longest, since the ranks may make different calls. For tensors on other devices, and at level
+    "deferred", the comparison follows later (`deferred_check.py`): an exchange before the call would have to wait for
+    the device.
     """
 
     def exchange(
-        self,
-        flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,
+        self, flat: Tensor, send: Counts, receive: Counts, shape: Counts | None = None, *, even: bool = False
     ) -> Tensor:
-        """`all_to_all_single`."""
+        """`all_to_all_single`, or messages between pairs of few ranks."""
         width = flat.dtype.itemsize
-
-        def fill(data: Tensor) -> None:
-            for row, part in zip(data, _bytes(flat).split([n * width for n in send]), strict=True):
-                row[: part.numel()] = part
-
-        got = self._agree(send, receive, fill if max(*send, *receive) * width <= INLINE else None)
         out = self.room(flat, [sum(receive)] if shape is None else shape)
+        parts = _bytes(flat).split([n * width for n in send])
+        wanted = _bytes(out).split([n * width for n in receive])
+
+        def fill(data: Tensor) -> list[int]:
+            for row, part in zip(data, parts, strict=True):
+                row[: part.numel()] = part
+            return [n * width for n in send]
+
+        post = partial(self._post, parts, wanted) if self._in_pairs(flat) else None
+        short = max(*send, *receive) * width <= self._inline()
+        got = self._agree(send, receive, fill if short else None, post)
         if got is not None:
-            for row, part in zip(got, _bytes(out).split([n * width for n in receive]), strict=True):
+            for row, part in zip(got, wanted, strict=True):
                 part.copy_(row[: part.numel()])
-        elif even:
-            dist.all_to_all_single(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
-        else:
-            exchange_memory(out, flat, send, receive, self.axis.group)
+        elif post is None:
+            wide = width // sent_as(flat.dtype).itemsize
+            lengths = [n * wide for n in receive], [n * wide for n in send]
+            sent = flat_memory(with_memory(flat))
+            dist.all_to_all_single(flat_memory(out), sent, *lengths, group=self.axis.group)
         return out
 
     def gather(
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
     ) -> Tensor:
         """`all_gather_single` where all lengths are equal; backends have no ragged form of it."""
-        if not even and len(set(counts)) > 1:
-            return super().gather(flat, counts, shape)
-        got = self._agree_with(flat)
-        if got is None and self._directly(flat):
+        size, pairs, short = (
+            self.axis.size,
+            self._in_pairs(flat),
+            flat.numel() * flat.dtype.itemsize <= DIRECT,
+        )
+        if (not even and len(set(counts)) > 1) or (short and not pairs and self._on_gloo(flat)):
             return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        if got is None:
-            _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
-        else:
+        # Between two ranks as in a ring, which sends less between hosts of many.
+        directly = pairs and (short or size == 2)
+        post = partial(self._post, [_bytes(flat)] * size, _bytes(out).chunk(size)) if directly else None
+        got = self._agree_with(flat, post=post)
+        if got is not None:
             _bytes(out).view(got.shape).copy_(got)
+        elif post is None:
+            _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
     def sum_and_scatter(
@@ -303,11 +286,15 @@ class TorchGroup(GroupTransport):
         """`all_reduce`, of a dense copy: Gloo adds tensors in the order of their memory."""
         if x.dtype not in CARRIED:
             return super().sum(x)
+        size, nbytes = self.axis.size, x.numel() * x.dtype.itemsize
+        if self._on_gloo(x) and nbytes <= (DIRECT_SUM if size == 2 else max(inline(size), DIRECT // size)):
+            parts = self.gather(as_flat(x), [x.numel()] * size, (size, *x.shape), even=True)
+            return parts.sum(0, dtype=x.dtype)
+        if self._on_gloo(x) and nbytes <= DIRECT:
+            return super().sum(x)
         got = self._agree_with(as_flat(x))
         if got is not None:
             return _as(got, x).sum(0, dtype=x.dtype)
-        if self._directly(x):
-            return super().sum(x)
         out = self.copy(x)
         dist.all_reduce(flat_memory(out), group=self.axis.group)
         return out
@@ -326,14 +313,18 @@ class TorchGroup(GroupTransport):
         return out if at_root else out.zero_()
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
-        """`broadcast`."""
-        at_root = self.axis.rank == root
-        got = self._agree_with(as_flat(x))
-        out = self.copy(x) if at_root else self.room(x, x.shape)
-        if got is None:
+        """`broadcast`, or messages from the root to few ranks."""
+        rank, size, post = self.axis.rank, self.axis.size, None
+        out = self.copy(x) if rank == root else self.room(x, x.shape)
+        whole = _bytes(out)
+        if self._in_pairs(x) and (size == 2 or len(whole) <= DIRECT):
+            wanted = [whole if source == root else whole[:0] for source in range(size)]
+            post = partial(self._post, [whole if rank == root else whole[:0]] * size, wanted)
+        got = self._agree_with(as_flat(x), to=None if rank == root else rank, post=post)
+        if got is not None:
+            whole.copy_(got[root])
+        elif post is None:
             dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
-        else:
-            _bytes(out).copy_(got[root])
         return out
 
     def post(self, x: Tensor, peer: int, greeting: str) -> None:
@@ -349,9 +340,8 @@ class TorchGroup(GroupTransport):
     def withdraw_message(self, peer: int, said: str) -> None:
         """Send a header without a message."""
         header = _header(_NOTHING, said)
-        work = _send(header, self.axis, peer)
-        if work is not None:
-            rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
+        work = self.axis.group.send([header], peer, _TAG)
+        rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
 
     def pass_over(self, peer: int) -> None:
         """Have the next `recv` from that rank discard it."""
@@ -363,56 +353,83 @@ class TorchGroup(GroupTransport):
         """Compare the calls only."""
         self._agree()
 
-    def _directly(self, x: Tensor) -> bool:
-        """Whether an all-to-all is the fastest way to send an operand to all ranks."""
-        return self._on_gloo(x) and x.numel() * x.dtype.itemsize <= DIRECT
+    def _in_pairs(self, x: Tensor) -> bool:
+        """Whether messages between pairs of ranks are the fastest way to send an operand: on Gloo itself."""
+        return self.axis.size <= PAIRS and x.is_cpu and calls_of(self.axis.group).gloo
+
+    def _post(
+        self, send: Sequence[Tensor], receive: Sequence[Tensor], call: tuple[int, int] | None = None
+    ) -> list[dist.Work]:
+        """Exchange bytes with every rank; Gloo's own collectives copy more, or wait for a neighbour at each step.
+
+        What is sent before the calls were compared has the digest and number of the call in its tag. Gloo sends a
+        message when the receiver has asked for its tag: nothing arrives where another call or length is expected.
+        """
+        rank, size, group = self.axis.rank, self.axis.size, self.axis.group
+        works = []
+        for to, source in (((rank + step) % size, (rank - step) % size) for step in range(1, size)):
+            if length := receive[source].numel():
+                works.append(group.recv([receive[source]], source, _tag(call, length)))
+            if length := send[to].numel():
+                works.append(group.send([send[to]], to, _tag(call, length)))
+        receive[rank][: send[rank].numel()] = send[rank]
+        return works
+
+    def _inline(self) -> int:
+        """The most bytes for each rank that are sent with the check; fewer where the group is gradmesh's own."""
+        return inline(PAIRS + 1 if isinstance(self.axis.group, FlatGroup) else self.axis.size)
 
     def _on_gloo(self, x: Tensor) -> bool:
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
         return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
 
-    def _agree_with(self, flat: Tensor, to: int | None = None) -> Tensor | None:
+    def _agree_with(self, flat: Tensor, to: int | None = None, post: _Post | None = None) -> Tensor | None:
         """Compare the ranks' calls, and send a dense operand with the check, to all or one rank, if it is short.
 
         Returns:
-            The bytes of every rank's operand, one row each; None if it was not sent.
+            The bytes of every rank's operand, one row each; None if it was not sent, or by `post`.
         """
-        size = flat.numel() * flat.dtype.itemsize
-        if size > INLINE:
-            self._agree()
-            return None
-        rows = slice(None) if to is None else to
-        got = self._agree(fill=lambda data: data[rows, :size].copy_(_bytes(flat)))
-        return None if got is None else got[:, :size]
+        ranks, length = self.axis.size, flat.numel() * flat.dtype.itemsize
+
+        def fill(data: Tensor) -> list[int]:
+            data[slice(None) if to is None else to, :length] = _bytes(flat)
+            return [length if to in (None, rank) else 0 for rank in range(ranks)]
+
+        got = self._agree(fill=fill if length <= self._inline() else None, post=post)
+        return None if got is None else got[:, :length]
 
     def _agree(
         self,
         send: Sequence[int] = (),
         receive: Sequence[int] = (),
-        fill: Callable[[Tensor], object] | None = None,
+        fill: _Fill | None = None,
+        post: _Post | None = None,
     ) -> Tensor | None:
         """Compare the ranks' calls and counts (if these are to be compared), before the first primitive of the call.
 
-        `fill` writes the data for each rank into a row of a tensor; None: it is too long.
+        `fill` writes the data for each rank into a row of a tensor, and returns the numbers of bytes; None: it is too
+        long. `post` sends it then, without waiting for the comparison; None: the caller does, afterwards.
 
         Returns:
-            The data from each rank, if no rank's was too long; None: it has to be sent.
+            The data from each rank, if no rank's was too long; None: it has to be sent, or was by `post`.
         """
-        call_check = self.take_check()
-        if call_check is None:
-            return None
-        if call_check.deferred:
+        call_check, data, works = self.take_check(), None, list[dist.Work]()
+        if call_check is not None and post is not None:
+            post = partial(post, call=(call_check.digest, call_check.calls.number))
+        if call_check is not None and not call_check.deferred:
+            bits = call_check.digest & ~FLAGS
+            head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
+            heads, data, works = self._meet(head, fill, post)
+            if not agreed(heads, bits):
+                raise call_check.refusal(self._words(call_check.said()))
+            if len({head & FLAGS for head in heads}) > 1:
+                call_check.peer_flags = [head & FLAGS for head in heads]
+        elif call_check is not None:
             from gradmesh.transport.deferred_check import note
 
             note(self.axis, call_check, balance(self.axis.rank, send, receive) if send or receive else 0)
-            return None
-        bits = call_check.digest & ~FLAGS
-        head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
-        heads, data = self._meet(head, fill)
-        if not agreed(heads, bits):
-            raise call_check.refusal(self._words(call_check.said()))
-        if len({head & FLAGS for head in heads}) > 1:
-            call_check.peer_flags = [head & FLAGS for head in heads]
+        if data is None and post is not None:
+            _wait(works or post())
         return data
 
     def withdraw(self, error: Exception) -> None:
@@ -428,25 +445,57 @@ class TorchGroup(GroupTransport):
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller raises its own error
-            if not agreed(self._meet(own, None)[0], own):
+            if not agreed(self._meet(own)[0], own):
                 self._words(refusal_text(error))
 
-    def _meet(self, own: int, fill: Callable[[Tensor], object] | None) -> tuple[list[int], Tensor | None]:
+    def _meet(
+        self, own: int, fill: _Fill | None = None, post: _Post | None = None
+    ) -> tuple[list[int], Tensor | None, list[dist.Work]]:
         """Exchange the first message: every rank's head, and its data unless a rank's is too long."""
-        sent = torch.zeros(self.axis.size, HEAD + INLINE, dtype=torch.uint8, device="cpu")
-        sent[:, :HEAD] = torch.tensor([own, fill is None], device="cpu").view(torch.uint8)
-        if fill is not None:
-            fill(sent[:, HEAD:])
-        got, group, deferred = torch.empty_like(sent), self.axis.group, rank_state().deferred_check
+        size, group, deferred = self.axis.size, self.axis.group, rank_state().deferred_check
+        first = bytearray((struct.pack("=qq", own, fill is None) + bytes(self._inline())) * size)
+        second, width = bytearray(len(first)), len(first) // size
+        sent, got = (torch.frombuffer(each, dtype=torch.uint8).view(size, -1) for each in (first, second))
+        works: list[dist.Work] = []
+        lengths = [0] * size if fill is None else fill(sent[:, HEAD:])
         with failed_ranks_named(self.axis), _UNWATCHED if deferred is None else deferred.at_once(group):
-            dist.all_to_all_single(got, sent, group=group)
-        heads, too_long = zip(*got[:, :HEAD].view(torch.int64).tolist(), strict=True)
-        return list(heads), None if any(too_long) else got[:, HEAD:]
+            if self._in_pairs(sent):
+                rows = [sent[rank, : HEAD + length] for rank, length in enumerate(lengths)]
+                meeting = self._post(rows, got.unbind())
+                if fill is None and post is not None:
+                    works = post()
+                _wait(meeting)
+            else:
+                dist.all_to_all_single(got, sent, group=group)
+        heads = [struct.unpack_from("=qq", second, at) for at in range(0, len(second), width)]
+        return [head for head, _ in heads], None if any(long for _, long in heads) else got[:, HEAD:], works
 
     def _words(self, own: str) -> list[str]:
-        words = [""] * self.axis.size
-        dist.all_gather_object(words, own, group=self.axis.group)
-        return words
+        """Every rank's text.
+
+        Two exchanges between all pairs: after the first, a peer knows what this rank waits for, and its data comes
+        before the second. So no rank raises while ranks whose calls agree are sending.
+        """
+        size, group, text = (
+            self.axis.size,
+            self.axis.group,
+            torch.tensor(list(own.encode()), dtype=torch.uint8, device="cpu"),
+        )
+        lengths = torch.empty(size, dtype=torch.int64, device="cpu")
+        dist.all_to_all_single(lengths, torch.full_like(lengths, text.numel()), group=group)
+        got = torch.empty(int(lengths.sum()), dtype=torch.uint8, device="cpu")
+        dist.all_to_all_single(got, text.repeat(size), lengths.tolist(), [text.numel()] * size, group=group)
+        return [bytes(part.tolist()).decode() for part in got.split(lengths.tolist())]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _tag(call: tuple[int, int] | None, length: int) -> int:
+    """The tag of a message: of one call and length, but for one in 2**31, or of the messages without a call."""
+    return _PART if call is None else _PART + 1 + hash((*call, length)) % (2**31 - _PART - 1)
 
 
 def _bytes(flat: Tensor) -> Tensor:
@@ -471,13 +520,7 @@ class OwnGroupTransport(GroupTransport):
         self.group: OwnGroup = axis.group  # type: ignore[assignment]  # by whose class this transport is chosen
 
     def exchange(
-        self,
-        flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,
+        self, flat: Tensor, send: Counts, receive: Counts, shape: Counts | None = None, *, even: bool = False
     ) -> Tensor:
         """`exchange_flat`."""
         out = self.room(flat, [sum(receive)] if shape is None else shape)
@@ -547,12 +590,7 @@ class LocalTransport(GroupTransport):
     """An axis of one rank."""
 
     def gather(
-        self,
-        flat: Tensor,
-        counts: Sequence[int],  # noqa: ARG002 - there is one part, and it comes back
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,  # noqa: ARG002
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
     ) -> Tensor:
         """A copy, in another shape."""
         out = self.room(flat, flat.shape if shape is None else shape)
@@ -562,13 +600,7 @@ class LocalTransport(GroupTransport):
     sum_and_scatter = gather
 
     def exchange(
-        self,
-        flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],  # noqa: ARG002
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,
+        self, flat: Tensor, send: Counts, receive: Counts, shape: Counts | None = None, *, even: bool = False
     ) -> Tensor:
         """A copy."""
         return self.gather(flat, send, shape, even=even)
@@ -581,7 +613,7 @@ class LocalTransport(GroupTransport):
         """The fold of one tensor."""
         return fold(self.copy(x).unsqueeze(0))
 
-    def copy_from(self, x: Tensor, root: int) -> Tensor:  # noqa: ARG002
+    def copy_from(self, x: Tensor, root: int) -> Tensor:
         """A copy."""
         return self.copy(x)
 
@@ -606,13 +638,7 @@ class Functional(GroupTransport):
     """
 
     def exchange(
-        self,
-        flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,  # noqa: ARG002
+        self, flat: Tensor, send: Counts, receive: Counts, shape: Counts | None = None, *, even: bool = False
     ) -> Tensor:
         """A functional all-to-all."""
         got = functional("all_to_all_single", self.axis.group, dense(flat), list(receive), list(send))

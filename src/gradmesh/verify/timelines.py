@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from gradmesh._torch import in_backward
 from gradmesh._util.call_sites import call_site
 from gradmesh.errors import ArgumentError, MissingExtraError
+from gradmesh.ops.transport import Counts, Transport
 from gradmesh.runtime.state import Instrument, installed
-from gradmesh.transport import Transport
 from gradmesh.transport.comm_thread import WorkItem, current_job
 from gradmesh.verify.simulator.costs import CostModel, Link
 from gradmesh.verify.simulator.trace import Event, EventLog, Events, Work, show, trace_of
@@ -70,13 +70,7 @@ class Middleware(Transport):
         """Run a transfer."""
 
     def exchange(
-        self,
-        flat: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        shape: Sequence[int] | None = None,
-        *,
-        even: bool = False,
+        self, flat: Tensor, send: Counts, receive: Counts, shape: Counts | None = None, *, even: bool = False
     ) -> Tensor:
         """Send the parts for others."""
         width = flat.itemsize

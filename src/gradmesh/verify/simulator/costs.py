@@ -18,16 +18,19 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 | barrier | L, 0 | L, 0 | 1, 0 |
 
 `gloo` is what gradmesh sends over Gloo at check level 1. A round is a message and the notice of the receiver that it is
-ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of `HEAD` +
-`INLINE` bytes, which compares it and carries at most `INLINE` bytes for each rank. What is longer follows:
+ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of
+`HEAD` bytes, which compares it and carries at most `inline(W)` bytes for each rank, of more than `PAIRS` ranks always
+as many. What is longer is sent at the same time by exchanges of at most `PAIRS` ranks, and else afterwards; in rounds,
+with the first one, and bytes:
 
 | op | up to `DIRECT` bytes | above |
 |---|---|---|
-| all_gather | 1, s | W - 1, s |
-| reduce_scatter, all_to_all, gather, scatter, permute | 1, s | 1, s |
-| all_reduce | 2, s | 2 (W - 1), s |
-| broadcast | (1 + L) / 2, s | (1 + L) / 2, s |
-| reduce (roughly) | W - 1, s | W - 1, s |
+| all_gather | 1 or 2, s | 1 of two ranks, W of more, s |
+| reduce_scatter, all_to_all, gather, scatter, permute | 1 or 2, s | 1 or 2, s |
+| all_reduce up to `DIRECT` / W, or of two ranks up to `DIRECT_SUM` | 1 or 2, n (W - 1) | |
+| all_reduce | 2 or 3, s | 2 W - 1, s |
+| broadcast | 1, or (3 + L) / 2, s | 1 of two ranks, (3 + L) / 2 of more, s |
+| reduce (roughly) | W, s | W, s |
 
 If two are given, the faster one counts. `direct` is for ranks that reach each other at once, as through one switch or
 in shared memory. A link may add a fixed time per call. Arithmetic of reductions is free, unless the link's bandwidth
@@ -47,7 +50,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gradmesh.errors import ArgumentError
-from gradmesh.transport.process_group import DIRECT, HEAD, INLINE
+from gradmesh.transport.process_group import DIRECT, DIRECT_SUM, HEAD, PAIRS, inline
 
 if TYPE_CHECKING:
     from gradmesh.verify.simulator.trace import Event
@@ -61,12 +64,9 @@ Costs = dict[str, list[Cost]]
 def _ring(op: str, size: int, n: float, s: float) -> list[Cost]:
     steps, log = size - 1, _log(size)
     costs: Costs = {
-        "all_gather": [(steps, s)],
-        "reduce_scatter": [(steps, s)],
-        "all_to_all": [(steps, s)],
         "all_reduce": [(2 * steps, s)],
-        "broadcast": [(log + steps, 2 * n * steps / size)],
-        "reduce": [(log + steps, 2 * n * steps / size)],
+        **_each("all_gather reduce_scatter all_to_all", (steps, s)),
+        **_each("broadcast reduce", (log + steps, 2 * n * steps / size)),
         **_common(log, size, n, s),
     }
     return costs[op]
@@ -74,17 +74,18 @@ def _ring(op: str, size: int, n: float, s: float) -> list[Cost]:
 
 def _tree(op: str, size: int, n: float, s: float) -> list[Cost]:
     log = _log(size)
-    rooted: list[Cost] = [(log, log * n), (2 * log, 2 * n * (size - 1) / size)]
     costs: Costs = {
-        "all_gather": [(log, s)],
-        "reduce_scatter": [(log, s)],
         "all_to_all": [(log, n * log / 2)],
         "all_reduce": [(log, log * n), (2 * log, s)],
-        "broadcast": rooted,
-        "reduce": rooted,
+        **_each("all_gather reduce_scatter", (log, s)),
+        **_each("broadcast reduce", (log, log * n), (2 * log, 2 * n * (size - 1) / size)),
         **_common(log, size, n, s),
     }
     return costs[op]
+
+
+def _each(ops: str, *costs: Cost) -> Costs:
+    return {op: list(costs) for op in ops.split()}
 
 
 def _direct(op: str, size: int, n: float, s: float) -> list[Cost]:
@@ -96,15 +97,12 @@ def _direct(op: str, size: int, n: float, s: float) -> list[Cost]:
 
 
 def _common(log: int, size: int, n: float, s: float) -> Costs:
-    one: list[Cost] = [(1, n)]
     return {
         "gather": [(log, n * (size - 1))],
         "scatter": [(log, s)],
-        "permute": one,
-        "send": one,
-        "recv": one,
         "barrier": [(log, 0)],
         "withdrawn": [(0, 0)],
+        **_each("permute send recv", (1, n)),
     }
 
 
@@ -118,16 +116,19 @@ MESSAGE = 144
 
 def _gloo(op: str, size: int, n: float, s: float) -> list[Cost]:
     others = size - 1
-    meeting = others * (HEAD + INLINE + MESSAGE)
+    meeting = others * (HEAD + MESSAGE + (0 if size <= PAIRS else inline(size)))
     part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
-    if part <= INLINE:
-        return [(1, meeting)]
+    if op == "all_reduce" and n <= (DIRECT_SUM if size == 2 else max(inline(size), DIRECT // size)):
+        op, s = "all_gather", n * others
+    if part <= inline(size):
+        return [(1, meeting + (s if size <= PAIRS else 0))]
+    first, directly = int(size > PAIRS), n <= DIRECT or (size == 2 and op != "all_reduce")
     rounds, messages = {
-        "all_gather": (1 if n <= DIRECT else others, others),
-        "all_reduce": (2 if n <= DIRECT else 2 * others, 2 * others),
-        "broadcast": ((1 + _log(size)) / 2, others),
+        "all_gather": (first if directly else others, others),
+        "all_reduce": (1 + first if directly else 2 * others, 2 * others),
+        "broadcast": (0 if directly and not first else (1 + _log(size)) / 2, others),
         "reduce": (others, 1),
-    }.get(op, (1, others))
+    }.get(op, (first, others))
     return [(1 + rounds, meeting + messages * MESSAGE + s)]
 
 
@@ -143,14 +144,9 @@ ALGORITHMS: dict[str, Callable[[str, int, float, float], list[Cost]]] = {
 
 def sent_evenly(op: str, size: int, payload: float) -> float:
     """The most that a rank sends, if all payloads are equal."""
-    factors = {
-        "all_gather": size - 1,
-        "broadcast": size - 1,
-        "all_reduce": 2 * (size - 1) / size,
-        "reduce_scatter": (size - 1) / size,
-        "all_to_all": (size - 1) / size,
-        "scatter": (size - 1) / size,
-    }
+    others = size - 1
+    factors = dict.fromkeys(("reduce_scatter", "all_to_all", "scatter"), others / size)
+    factors |= {"all_gather": others, "broadcast": others, "all_reduce": 2 * others / size}
     return payload * factors.get(op, 1)
 
 
