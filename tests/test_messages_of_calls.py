@@ -35,7 +35,6 @@ VERBS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reduce_scatter": gm.reduce_scatter,
     "shift": gm.shift,
 }
-LONG = {name: VERBS[name] for name in ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")}
 SENT = (
     "all_to_all_single",
     "all_gather_into_tensor",
@@ -171,7 +170,7 @@ def _calls(seed: int, rounds: int) -> Counter[str]:
     for _ in range(rounds):
         n, dtype = size * same.choice([1, 512, 4097, 9000, 70_000]), same.choice([torch.uint8, torch.float64])
         odd = rank in same.choice([[same.randrange(size)], range(1, size, 2)])
-        kind, name, other = same.choice(["right", "verb", "length", "counts"]), *same.sample(sorted(LONG), 2)
+        kind, name, other = same.choice(["right", "verb", "length", "counts"]), *same.sample(sorted(VERBS), 2)
         each = [torch.arange(n).remainder(11).add(r).to(dtype) for r in range(size)]
         parts = torch.stack(each).view(size, size, -1)[:, rank]
         x = each[rank]
@@ -180,9 +179,11 @@ def _calls(seed: int, rounds: int) -> Counter[str]:
                 "all_gather": torch.cat(each),
                 "all_reduce": torch.stack(each).sum(0, dtype=dtype),
                 "all_to_all": parts.flatten(),
+                "broadcast": each[1],
                 "reduce_scatter": parts.sum(0, dtype=dtype),
+                "shift": each[rank - 1],
             }[name]
-            assert LONG[name](x).equal(expected), (name, n)
+            assert VERBS[name](x).equal(expected), (name, n)
         elif kind == "counts":  # some ranks expect more from the next than that sends
             count, to, source = n // size, (rank + 1) % size, (rank - 1) % size
             with pytest.raises(gm.MismatchError):
@@ -192,11 +193,30 @@ def _calls(seed: int, rounds: int) -> Counter[str]:
                     receive_counts={source: count + odd},
                 )
         else:
-            verb = LONG[other if kind == "verb" and odd else name]
+            verb = VERBS[other if kind == "verb" and odd else name]
             with pytest.raises(gm.MismatchError):
                 verb(torch.cat([x, x]) if kind == "length" and odd else x)
         done[kind] += 1
     return done
+
+
+def _deferred() -> str:
+    """The error of a call of which rank 0 expects less than the others send, compared while they wait."""
+    calls = lambda x: gm.all_reduce(x[:2048], dst=gm.R), gm.all_gather
+    x = torch.arange(4096.0) + gm.rank()
+    with gm.check("deferred"):
+        for call in calls:
+            call(x)
+        with pytest.raises(gm.MismatchError) as caught:
+            calls[gm.rank() > 0](x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mismatch_that_is_compared_later_raises_on_every_rank(size: int) -> None:
+    for text in gm.launch(_deferred, size, backend="gloo", timeout=120):
+        assert "rank 0: all_reduce(dst=gm.R) of float32[2048]" in text
+        assert "rank 1: all_gather(dim=0, dst=gm.R, sizes=equal) of float32[4096]" in text
 
 
 @pytest.mark.parametrize("size", [2, 4])

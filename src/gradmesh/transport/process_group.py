@@ -198,14 +198,18 @@ class GroupTransport(Transport):
         return packing.empty(shape, like.dtype, like.device)
 
 
-HEAD, DIRECT, DIRECT_SUM, PAIRS = 16, 1 << 16, 1 << 20, 8
-"""Bytes of the call check in the first message of a call; bytes up to which an operand goes to each rank, and in an
-all-reduce of two ranks; the most ranks that exchange messages in pairs."""
+HEAD, DIRECT, PAIRS = 16, 1 << 16, 8
+"""Bytes of the call check in a first message, and of an operand that goes to each rank; the most ranks in pairs."""
 
 
 def inline(size: int) -> int:
     """Bytes for each of so many ranks that Gloo sends with the check: without pairs, less than a packet."""
     return 4096 if size <= PAIRS else 1008
+
+
+def gathered(size: int) -> int:
+    """The most bytes of an operand of which every rank adds all in an all_reduce of so many ranks."""
+    return 1 << 20 if size == 2 else max(inline(size), DIRECT // size)
 
 
 class TorchGroup(GroupTransport):
@@ -250,11 +254,8 @@ class TorchGroup(GroupTransport):
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
     ) -> Tensor:
         """`all_gather_single` where all lengths are equal; backends have no ragged form of it."""
-        size, pairs, short = (
-            self.axis.size,
-            self._in_pairs(flat),
-            flat.numel() * flat.dtype.itemsize <= DIRECT,
-        )
+        size, pairs = self.axis.size, self._in_pairs(flat)
+        short = flat.numel() * flat.dtype.itemsize <= DIRECT
         if (not even and len(set(counts)) > 1) or (short and not pairs and self._on_gloo(flat)):
             return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
@@ -287,7 +288,7 @@ class TorchGroup(GroupTransport):
         if x.dtype not in CARRIED:
             return super().sum(x)
         size, nbytes = self.axis.size, x.numel() * x.dtype.itemsize
-        if self._on_gloo(x) and nbytes <= (DIRECT_SUM if size == 2 else max(inline(size), DIRECT // size)):
+        if self._on_gloo(x) and nbytes <= gathered(size):
             parts = self.gather(as_flat(x), [x.numel()] * size, (size, *x.shape), even=True)
             return parts.sum(0, dtype=x.dtype)
         if self._on_gloo(x) and nbytes <= DIRECT:
@@ -376,8 +377,8 @@ class TorchGroup(GroupTransport):
         return works
 
     def _inline(self) -> int:
-        """The most bytes for each rank that are sent with the check; fewer where the group is gradmesh's own."""
-        return inline(PAIRS + 1 if isinstance(self.axis.group, FlatGroup) else self.axis.size)
+        """The most bytes for each rank that are sent with the check."""
+        return inline(self.axis.size if calls_of(self.axis.group).gloo else PAIRS + 1)
 
     def _on_gloo(self, x: Tensor) -> bool:
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""

@@ -27,7 +27,7 @@ with the first one, and bytes:
 |---|---|---|
 | all_gather | 1 or 2, s | 1 of two ranks, W of more, s |
 | reduce_scatter, all_to_all, gather, scatter, permute | 1 or 2, s | 1 or 2, s |
-| all_reduce up to `DIRECT` / W, or of two ranks up to `DIRECT_SUM` | 1 or 2, n (W - 1) | |
+| all_reduce up to `gathered(W)` | 1 or 2, n (W - 1) | the same |
 | all_reduce | 2 or 3, s | 2 W - 1, s |
 | broadcast | 1, or (3 + L) / 2, s | 1 of two ranks, (3 + L) / 2 of more, s |
 | reduce (roughly) | W, s | W, s |
@@ -36,7 +36,6 @@ If two are given, the faster one counts. `direct` is for ranks that reach each o
 in shared memory. A link may add a fixed time per call. Arithmetic of reductions is free, unless the link's bandwidth
 was fitted to include it.
 
-The links of a cost model: when a transfer starts and ends.
 Each rank has a link for each axis, which carries one collective or message at a time. A collective starts when all its
 ranks have called it and their links are free. Links of different axes are independent.
 """
@@ -50,7 +49,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gradmesh.errors import ArgumentError
-from gradmesh.transport.process_group import DIRECT, DIRECT_SUM, HEAD, PAIRS, inline
+from gradmesh.transport.process_group import DIRECT, HEAD, PAIRS, gathered, inline
 
 if TYPE_CHECKING:
     from gradmesh.verify.simulator.trace import Event
@@ -118,7 +117,7 @@ def _gloo(op: str, size: int, n: float, s: float) -> list[Cost]:
     others = size - 1
     meeting = others * (HEAD + MESSAGE + (0 if size <= PAIRS else inline(size)))
     part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
-    if op == "all_reduce" and n <= (DIRECT_SUM if size == 2 else max(inline(size), DIRECT // size)):
+    if op == "all_reduce" and n <= gathered(size):
         op, s = "all_gather", n * others
     if part <= inline(size):
         return [(1, meeting + (s if size <= PAIRS else 0))]
