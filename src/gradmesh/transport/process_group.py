@@ -477,11 +477,8 @@ class TorchGroup(GroupTransport):
         Two exchanges between all pairs: after the first, a peer knows what this rank waits for, and its data comes
         before the second. So no rank raises while ranks whose calls agree are sending.
         """
-        size, group, text = (
-            self.axis.size,
-            self.axis.group,
-            torch.tensor(list(own.encode()), dtype=torch.uint8, device="cpu"),
-        )
+        size, group = self.axis.size, self.axis.group
+        text = torch.tensor(list(own.encode()), dtype=torch.uint8, device="cpu")
         lengths = torch.empty(size, dtype=torch.int64, device="cpu")
         dist.all_to_all_single(lengths, torch.full_like(lengths, text.numel()), group=group)
         got = torch.empty(int(lengths.sum()), dtype=torch.uint8, device="cpu")
