@@ -161,6 +161,92 @@ def test_the_exchange_is_a_function_whose_group_comes_first(threads: Any) -> Non
     threads(2)(_exchange_as_a_function)
 
 
+ROWS = {"tensor_parallel_output_grad": True, "output_split_sizes": None, "use_global_buffer": False}
+OWN_CONTEXTS: dict[str, tuple[Any, dict[str, Any], tuple[int, int]]] = {
+    # The Function, the arguments of forward after the tensor, and the operand's shape on this rank of two.
+    "copy": (megatron._CopyToModelParallelRegion, {}, (3, 2)),
+    "reduce": (megatron._ReduceFromModelParallelRegion, {}, (3, 2)),
+    "scatter the last": (megatron._ScatterToModelParallelRegion, {}, (3, 4)),
+    "gather the last": (megatron._GatherFromModelParallelRegion, {}, (3, 2)),
+    "scatter the first": (megatron._ScatterToSequenceParallelRegion, {}, (4, 3)),
+    "gather the first": (megatron._GatherFromSequenceParallelRegion, ROWS, (2, 3)),
+    "gather the first, of any size": (
+        megatron._GatherFromSequenceParallelRegion,
+        {**ROWS, "output_split_sizes": [1, 3]},
+        (-1, 3),
+    ),
+    "gather the first, equal gradients": (
+        megatron._GatherFromSequenceParallelRegion,
+        {**ROWS, "tensor_parallel_output_grad": False, "output_split_sizes": [1, 3]},
+        (-1, 3),
+    ),
+    "reduce_scatter the first": (
+        megatron._ReduceScatterToSequenceParallelRegion,
+        {"input_split_sizes": None, "use_global_buffer": False},
+        (4, 3),
+    ),
+    "reduce_scatter the first, of any size": (
+        megatron._ReduceScatterToSequenceParallelRegion,
+        {"input_split_sizes": torch.tensor([1, 3]), "use_global_buffer": False},
+        (4, 3),
+    ),
+    "all_gather the last": (megatron._AllGatherFromTensorParallelRegion, {}, (3, 2)),
+    "reduce_scatter the last": (megatron._ReduceScatterToTensorParallelRegion, {}, (3, 4)),
+}
+
+
+def _with_a_context_of_their_own(name: str) -> None:
+    function, arguments, shape = OWN_CONTEXTS[name]
+    rank = gm.rank()
+    x = random(rank, *[1 + 2 * rank if size < 0 else size for size in shape])
+    values = None, *arguments.values()
+
+    class Context:
+        pass
+
+    saved, own = Context(), Context()
+    y = function.forward(saved, x, *values)
+    own.__dict__.update(group=None, **arguments)
+    grad = random(5 + rank, *y.shape)
+    assert torch.equal(function.symbolic(None, x, *values), y)
+    expected, *nones = function.backward(saved, grad)
+    ours, *others = function.backward(own, grad)
+    assert torch.equal(ours, expected)
+    assert others == nones == [None] * (1 + len(arguments))
+
+
+@pytest.mark.parametrize("name", list(OWN_CONTEXTS))
+def test_backward_takes_a_context_with_the_arguments_and_symbolic_is_forward(name: str, threads: Any) -> None:
+    threads(2)(_with_a_context_of_their_own, name)
+
+
+def _an_exchange_with_a_context_of_its_own() -> None:
+    rank = gm.rank()
+    x = random(rank, 5, 2)
+    send, receive = ([2, 3], [2, 1]) if rank == 0 else ([1, 4], [3, 4])
+
+    class Context:
+        group = None
+        output_split_sizes, input_split_sizes = receive, send
+
+    y = megatron.all_to_all(None, x, receive, send)
+    assert torch.equal(megatron._AllToAll.symbolic(None, None, x, receive, send), y)
+    nothing, back, *nones = megatron._AllToAll.backward(Context(), y)
+    assert nothing is None
+    assert nones == [None, None]
+    assert back is not None
+    assert torch.equal(back, x)
+
+
+def test_the_exchange_takes_such_a_context_too(threads: Any) -> None:
+    threads(2)(_an_exchange_with_a_context_of_its_own)
+
+
+def test_backward_refuses_a_context_with_neither() -> None:
+    with pytest.raises(gm.ArgumentError, match="forward was not called with this context"):
+        megatron._CopyToModelParallelRegion.backward(object(), torch.ones(2))
+
+
 def _mlp(weights: bool) -> tuple[Tensor, ...]:
     """Column- then row-parallel: the two regions of a tensor-parallel layer, with the same loss on every rank."""
     rank = gm.axis().rank

@@ -51,20 +51,6 @@ def _last(*, shape: Shape, dense: Dense, name: str, same: bool = False, once: bo
     return Case(name, lambda m, x, w: getattr(m, name)(x, w.group), dense, shape, same, once, uneven=uneven)
 
 
-_MEGATRON_REGIONS = (
-    "copy_to_tensor_model_parallel_region",
-    "reduce_from_tensor_model_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "all_to_all",
-    "all_to_all_sp2hp",
-    "all_to_all_hp2sp",
-)
 MEGATRON = Repository(
     "megatron-core",
     Source(
@@ -73,7 +59,7 @@ MEGATRON = Repository(
         "megatron-core==0.16.1",
         parts=("megatron",),
     ),
-    (Replaced("megatron/core/tensor_parallel/mappings.py", "megatron.py", _MEGATRON_REGIONS),),
+    (Replaced("megatron/core/tensor_parallel/mappings.py", "megatron.py"),),
     _megatron_load,
     (
         _copy(
@@ -170,9 +156,9 @@ MEGATRON = Repository(
         ranks=8,
         standins=("cuda",),
     ),
-    left="`torch.cuda.current_device` is the CPU here. The Functions and helpers stay for its tests, which call "
-    "`symbolic`, and `backward` with a context of their own; no other file of the release imports them. Its tests ask "
-    "for eight GPUs: each is the CPU, with Gloo for NCCL, before and after.",
+    left="`torch.cuda.current_device` is the CPU here. Helpers such as `_gather_along_last_dim` go, which no other "
+    "file and no test uses. Its tests ask for eight GPUs: each is the CPU, with Gloo for NCCL, before and "
+    "after.",
 )
 
 

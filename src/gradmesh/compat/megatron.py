@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradmesh.autograd.rule import apply
 from gradmesh.compat import _shared
 from gradmesh.compat._shared import (
     COPY,
@@ -163,6 +164,16 @@ def ints(sizes: Sizes) -> list[int] | None:
     return None if sizes is None else [int(size) for size in sizes]
 
 
+class _Mapping(OpFunction):
+    """A Function of Megatron, whose tests also call `symbolic`."""
+
+    @classmethod
+    def symbolic(cls, _graph: Any, *args: Any) -> Tensor:
+        """The result of `forward`; the first argument is ignored."""
+        result: Tensor = cls.forward(None, *args)
+        return result
+
+
 def _forward(make: Callable[[Tensor, Axis], LinearOp]) -> Any:
     """`forward(ctx, input_, group)` that applies an op and saves it on `ctx`."""
 
@@ -172,38 +183,66 @@ def _forward(make: Callable[[Tensor, Axis], LinearOp]) -> Any:
     return staticmethod(forward)
 
 
-class _CopyToModelParallelRegion(OpFunction):
-    """I -> R: the identity; backward sums. See `copy_to_tensor_model_parallel_region`."""
+def _backward(make: Callable[[Tensor, Axis, Any], LinearOp], others: int = 1, before: int = 0) -> Any:
+    """`backward(ctx, grad_output)`, also for a context that only has the attributes of Megatron's, as in its tests.
+
+    `make` returns the op for such a context. `forward` has `before` arguments before the tensor, and `others` after it.
+    """
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if hasattr(ctx, "group") and not hasattr(ctx, "gradmesh_call"):
+            grad = apply(make(grad_output, axis_of(ctx.group), ctx), grad_output)
+        else:
+            grad = adjoint(ctx, grad_output)
+        return *[None] * before, grad, *[None] * others
+
+    return staticmethod(backward)
+
+
+class _CopyToModelParallelRegion(_Mapping):
+    """I -> R: the identity; backward sums."""
 
     forward = _forward(_shared.replicate)
+    backward = _backward(lambda grad, axis, _: _shared.all_reduce(grad, axis, dst=I))
 
 
-class _ReduceFromModelParallelRegion(OpFunction):
-    """P -> I: the sum; backward passes the gradient on. See `reduce_from_tensor_model_parallel_region`."""
+class _ReduceFromModelParallelRegion(_Mapping):
+    """P -> I: the sum; backward passes the gradient on."""
 
     forward = _forward(lambda x, axis: _shared.all_reduce(x, axis, dst=I))
+    backward = _backward(lambda grad, axis, _: _shared.replicate(grad, axis))
 
 
-class _ScatterToModelParallelRegion(OpFunction):
+class _ScatterToModelParallelRegion(_Mapping):
     """I -> V: this rank's slice of the last dimension; backward concatenates."""
 
     forward = _forward(lambda x, axis: _shared.shard(x, axis, -1, balanced))
+    backward = _backward(lambda grad, axis, _: _shared.all_gather(grad, axis, -1, dst=I))
 
 
-class _GatherFromModelParallelRegion(OpFunction):
+class _GatherFromModelParallelRegion(_Mapping):
     """V -> I: concatenate along the last dimension; backward keeps this rank's slice."""
 
     forward = _forward(lambda x, axis: _shared.all_gather(x, axis, -1, dst=I))
+    backward = _backward(lambda grad, axis, _: _shared.shard(grad, axis, -1, balanced))
 
 
-class _ScatterToSequenceParallelRegion(OpFunction):
+class _ScatterToSequenceParallelRegion(_Mapping):
     """I -> V: this rank's slice of the first dimension; backward concatenates."""
 
     forward = _forward(lambda x, axis: _shared.shard(x, axis, 0, balanced))
+    backward = _backward(lambda grad, axis, _: _shared.all_gather(grad, axis, 0, dst=I))
 
 
-class _GatherFromSequenceParallelRegion(OpFunction):
-    """V -> R, or V -> I: concatenate along the first dimension. See `gather_from_sequence_parallel_region`."""
+def _slice_of_rows(grad: Tensor, axis: Axis, ctx: Any) -> LinearOp:
+    sizes = ints(ctx.output_split_sizes)
+    if ctx.tensor_parallel_output_grad:
+        return _shared.reduce_scatter(grad, axis, 0, sizes)
+    return _shared.shard(grad, axis, 0, lambda total, ranks: sizes or balanced(total, ranks))
+
+
+class _GatherFromSequenceParallelRegion(_Mapping):
+    """V -> R, or V -> I: concatenate along the first dimension."""
 
     @staticmethod
     def forward(
@@ -219,8 +258,10 @@ class _GatherFromSequenceParallelRegion(OpFunction):
         op = _shared.all_gather(input_, axis_of(group), 0, dst=dst, sizes=sizes)
         return run(ctx, op, input_, others=4)
 
+    backward = _backward(_slice_of_rows, others=4)
 
-class _ReduceScatterToSequenceParallelRegion(OpFunction):
+
+class _ReduceScatterToSequenceParallelRegion(_Mapping):
     """P -> V: the sum, and this rank's slice of the first dimension; backward concatenates."""
 
     @staticmethod
@@ -231,24 +272,31 @@ class _ReduceScatterToSequenceParallelRegion(OpFunction):
         input_split_sizes: Sizes = None,
         use_global_buffer: bool = False,  # noqa: ARG004
     ) -> Tensor:
-        """Sum, keep this rank's slice, and on `ctx` what backward needs."""
+        """Sum, keep this rank's slice, and save the op on `ctx`."""
         op = _shared.reduce_scatter(input_, axis_of(group), 0, ints(input_split_sizes))
         return run(ctx, op, input_, others=3)
 
+    backward = _backward(
+        lambda grad, axis, ctx: _shared.all_gather(grad, axis, 0, dst=R, sizes=ints(ctx.input_split_sizes)),
+        others=3,
+    )
 
-class _AllGatherFromTensorParallelRegion(OpFunction):
+
+class _AllGatherFromTensorParallelRegion(_Mapping):
     """V -> R: concatenate along the last dimension; backward sums and keeps this rank's slice."""
 
     forward = _forward(lambda x, axis: _shared.all_gather(x, axis, -1, dst=R))
+    backward = _backward(lambda grad, axis, _: _shared.reduce_scatter(grad, axis, -1))
 
 
-class _ReduceScatterToTensorParallelRegion(OpFunction):
+class _ReduceScatterToTensorParallelRegion(_Mapping):
     """P -> V: the sum, and this rank's slice of the last dimension; backward concatenates."""
 
     forward = _forward(lambda x, axis: _shared.reduce_scatter(x, axis, -1))
+    backward = _backward(lambda grad, axis, _: _shared.all_gather(grad, axis, -1, dst=R))
 
 
-class _AllToAll(OpFunction):
+class _AllToAll(_Mapping):
     """V -> V: exchange parts of the first dimension; backward is the inverse exchange. The group comes first."""
 
     @staticmethod
@@ -263,10 +311,13 @@ class _AllToAll(OpFunction):
         send, receive = ints(input_split_sizes), ints(output_split_sizes)
         return run(ctx, _shared.all_to_all(input, axis_of(group), send, receive), input, others=3)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """The inverse exchange; None for the group and the sizes."""
-        return None, adjoint(ctx, grad_output[0]), None, None
+    backward = _backward(
+        lambda grad, axis, ctx: _shared.all_to_all(
+            grad, axis, ints(ctx.output_split_sizes), ints(ctx.input_split_sizes)
+        ),
+        others=2,
+        before=1,
+    )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
