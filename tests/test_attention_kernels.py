@@ -110,8 +110,8 @@ def test_features_that_are_no_multiple_of_eight_have_no_kernel_on_cuda(features:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_torch_has_no_cuda_its_queries_say_so(name: str) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("torch has CUDA")
+    if torch.version.cuda is not None:
+        pytest.skip("torch is built with CUDA, and some versions ask the driver")
     x = torch.ones(1, 2, 8, 16, dtype=torch.bfloat16)
     assert not ON_CUDA[name].takes(x, x, x, False)
 
@@ -119,7 +119,9 @@ def test_where_torch_has_no_cuda_its_queries_say_so(name: str) -> None:
 def test_the_first_kernel_that_can_be_used_is(monkeypatch: pytest.MonkeyPatch) -> None:
     x, kernels = torch.ones(1, 1, 2, 8), operators.KERNELS["cuda"]
     monkeypatch.setitem(operators.KERNELS, "cpu", kernels)
-    assert [kernel for kernel in kernels if kernel.takes(x, x, x, False)] == []
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "_able", lambda *_: False)
+    assert fused_attention(x, x, x, False) is None
     for kernel in reversed(kernels):
         monkeypatch.setattr(kernel, "_able", lambda *_: True)
         assert fused_attention(x, x, x, False) is kernel

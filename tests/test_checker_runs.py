@@ -265,7 +265,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.torch_at_least("2.10", "DTensor does not tell what it redistributes")
+@pytest.mark.torch_at_least("2.11", "DTensor tells not of all calls what it redistributes")
 @pytest.mark.parametrize("asked", [False, True])
 def test_redistributions_of_dtensors_are_listed_where_the_program_does_not_ask_for_them(
     tmp_path: Path, asked: bool

@@ -784,15 +784,15 @@ class Recorder(Numbering, DispatchMode):
             return
         original = observer.observe_redistribution
 
-        def observe(_: Any, before: Any, after: Any, words: Any) -> Any:
+        def observe(_: Any, before: Any, after: Any, *words: Any, **named: Any) -> Any:
             pairs = list(zip(before.placements, after.placements, strict=True))
             if not self.quiet and any(old != new and not old.is_replicate() for old, new in pairs):
-                found = re.search(r"\b\w+\.\w+", str(words))
+                found = re.search(r"\b\w+\.\w+", " ".join(map(str, (*words, *named.values()))))
                 operator = (found[0] if found else "an operator") + ", backward" * bool(self.backward)
                 old, new = (" ".join(map(str, each)) for each in zip(*pairs, strict=True))
                 size = math.prod(before.tensor_meta.shape) * before.tensor_meta.dtype.itemsize
                 self.tape.redistributions[(self.site(), operator, old, new, size)] += 1
-            return original(before, after, words)
+            return original(before, after, *words, **named)
 
         observer.observe_redistribution = classmethod(observe)
 
