@@ -94,9 +94,6 @@ class Pools:
         self._pools.pop(key).close()
 
 
-_OF_PYTEST = ("_pytest", "pytest")
-
-
 def check_sendable(
     values: Mapping[str, object], backend: str, why_not: Callable[[object], str | None]
 ) -> None:
@@ -117,7 +114,7 @@ def pytest_object(value: object) -> str | None:
     """Why a value would act on the rank's process instead of pytest's, as `monkeypatch` would; None: it would not."""
     module = str(getattr(value, "__module__", ""))
     top = module.partition(".")[0]
-    if top in _OF_PYTEST or (top.startswith("pytest_") and not isinstance(value, type)):
+    if top in ("_pytest", "pytest") or (top.startswith("pytest_") and not isinstance(value, type)):
         return f"a {type(value).__name__} of {top}, which acts on the process of pytest"
     return None
 

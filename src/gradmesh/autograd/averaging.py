@@ -540,9 +540,6 @@ def _place(node: Any) -> str:
     return show_site(node.call.site if hasattr(node, "call") else None)
 
 
-_DEEP = 4
-
-
 def _tensors_in(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
     """The modules and tensors that a function references."""
     if isinstance(what, (nn.Module, Tensor)):
@@ -562,7 +559,7 @@ def _tensors_in(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
                 inside.append(cell.cell_contents)
             except ValueError:  # an empty cell
                 continue
-    if deep < _DEEP:
+    if deep < 4:
         for each in inside:
             yield from _tensors_in(each, deep + 1)
 

@@ -40,7 +40,6 @@ _WAITS = (
     os.path.join(GRADMESH, "backends", ""),
     os.path.join(GRADMESH, "transport", ""),
 )
-_WAIT_NAMES = {"wait", "result", "synchronize", "wait_tensor"}
 _BUSY = 0.1
 """Fraction of a core; a process that uses or requests more is computing."""
 
@@ -134,7 +133,7 @@ def is_waiting_in(stack: Sequence[Place]) -> bool:
         return True
     # Work.wait() is in C++ and has no Python frame.
     outside = bool(stack) and not files[0].startswith((TORCH, GRADMESH))
-    return outside and _called(*stack[0][:2]) in _WAIT_NAMES
+    return outside and _called(*stack[0][:2]) in ("wait", "result", "synchronize", "wait_tensor")
 
 
 def _called(code: CodeType, last: int) -> str | None:

@@ -29,7 +29,6 @@ _LOST_PEER = re.compile(
     r"|AbortedError: gradmesh",  # C++ converts the error of a future to a RuntimeError
     re.IGNORECASE,
 )
-_INTERNAL = (GRADMESH, threading.__file__)
 
 
 def group_timeout(timeout: float | None) -> datetime.timedelta:
@@ -91,7 +90,7 @@ class Failure:
 def _outside(trace: TracebackType | None) -> TracebackType | None:
     """Drop the launcher's frames at the top."""
     first = trace
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_INTERNAL):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((GRADMESH, threading.__file__)):
         trace = trace.tb_next
     return trace or first
 

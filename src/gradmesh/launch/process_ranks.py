@@ -101,13 +101,9 @@ _QUIET = 5.0
 """Seconds of a run after which the hang detector runs although no rank has returned."""
 FORKS = sys.platform == "linux"
 """Whether ranks are forked from a template."""
-_CPU_BACKENDS = ("shm", "gloo")
-"""Backends that need CPU time to make progress, so that an idle wait is a hang."""
 _EXIT_GRACE = 10.0
 """Seconds for a process to exit when requested."""
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-_EXIT_POLL = 0.02
-"""Seconds between two checks whether it has exited."""
 
 _Ends = tuple[int, int, int]
 """A rank's file descriptors: its connection to the parent, its standard output, its standard error."""
@@ -162,7 +158,7 @@ class ProcessRanks:
         self.size = size
         self.alive = True
         self.timeout = timeout
-        self._on_cpu = backend in _CPU_BACKENDS
+        self._on_cpu = backend in ("shm", "gloo")  # these progress only with CPU time: an idle wait is a hang
         self._templates: list[_Template] = []  # that of each rank
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
@@ -205,7 +201,7 @@ class ProcessRanks:
                     if time.monotonic() > deadline:
                         break
                     # Read the output of exiting ranks, which would block on a full pipe.
-                    self._output.show(wait(self._output.open, _EXIT_POLL))
+                    self._output.show(wait(self._output.open, 0.02))
             finally:
                 self.kill()
 

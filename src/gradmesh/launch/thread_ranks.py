@@ -118,7 +118,9 @@ class ThreadRanks:
                         continue
                     outcome.failures.append(failure)
                     deadline = min(deadline, time.monotonic() + FAILURE_GRACE)
-            outcome.unfinished = {rank: self._where(rank) for rank in outcome.missing}
+            for rank in outcome.missing:
+                stack = stack_of(self._threads[rank].ident)
+                outcome.unfinished[rank] = stack_text(stack, below=__file__)
         except BaseException:  # Ctrl-C
             self.kill()
             raise
@@ -128,9 +130,6 @@ class ThreadRanks:
         if outcome.failures or outcome.missing:
             self.kill()
         return outcome
-
-    def _where(self, rank: int) -> str:
-        return stack_text(stack_of(self._threads[rank].ident), below=__file__)
 
     def _end_threads(self) -> None:
         for jobs in self._jobs:

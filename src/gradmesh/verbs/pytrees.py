@@ -37,7 +37,7 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
     found = _leaves(x, verb, here)
     for name, leaf in found:
         _named(name, Call, verb, leaf, here)
-    return _in_groups(x, found, run, _cut)
+    return _in_groups(x, found, run, lambda whole, group: cut(whole, [leaf for _, leaf in group]))
 
 
 def gathered(x: X, axis: AxisLike, dim: DimLike, run: Run) -> Any:
@@ -103,10 +103,6 @@ def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:
     except ArgumentError as error:
         withdraw(verb, here, None, error)
         raise
-
-
-def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
-    return cut(whole, [leaf for _, leaf in group])
 
 
 def _named(name: str, call: Callable[..., T], *args: Any) -> T:

@@ -20,8 +20,6 @@ from gradmesh.verbs.call import Call, SizesLike, integer
 from gradmesh.verbs.collectives import all_gather, all_to_all, reduce_scatter, shard
 
 Norm = Literal["backward", "ortho", "forward"] | None
-_SUPPORTED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-_NORMS = dict.fromkeys((None, "backward", "ortho", "forward"), 0)
 _STEPS = {
     "fftn": ("fft", "fft"),
     "ifftn": ("ifft", "ifft"),
@@ -154,8 +152,8 @@ def _transformed(
 
 def _checked(call: Call, kind: str, modes: int, n: int | None, norm: Norm) -> None:
     """Check on every rank; torch would check only on ranks that have elements."""
-    call.choose("norm", norm, _NORMS)
-    if call.x.dtype not in _SUPPORTED:
+    call.choose("norm", norm, {None: 0, "backward": 0, "ortho": 0, "forward": 0})
+    if call.x.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         call.fail(
             "unsupported dtype",
             expected="float32, float64, complex64 or complex128",

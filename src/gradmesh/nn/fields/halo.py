@@ -270,9 +270,6 @@ def padded(x: Tensor, pads: Sequence[tuple[int, int]], mode: str = "constant", v
     return pad(x, flat, mode, value) if mode == "constant" else pad(x, flat, mode)
 
 
-_CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
-
-
 def replicated(parameters: tuple[Tensor, ...], axes: Sequence[AxisLike]) -> tuple[Tensor, ...]:
     """Parameters for use on local rows: backward sums their gradients over the ranks."""
     for axis in axes:
@@ -389,7 +386,7 @@ class _HaloConv(Halo):
         else:  # the convolution adds symmetric padding itself, without a copy
             inner = [left if left == right else 0 for left, right in pads]
             x = padded(x, [(a - i, b - i) for (a, b), i in zip(pads, inner, strict=True)])
-        convolve: Any = _CONVOLUTIONS[len(pads) - 1]
+        convolve: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[len(pads) - 1]
         return convolve(x, weight, bias, self.stride, inner, self.dilation, self.groups)  # type: ignore[no-any-return]
 
 
@@ -593,9 +590,6 @@ class HaloConvTranspose3d(_HaloConvTranspose, nn.ConvTranspose3d):
     """
 
 
-_MAX = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
-_MEAN = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
-
 Each = int | Sequence[int]
 
 
@@ -642,7 +636,7 @@ def max_pool(
     x, pads, counts = slid(verb, x, cuts, taps)
     if not min(counts):
         return empty_output(x, (*x.shape[:2], *counts))
-    pool: Any = _MAX[len(taps) - 1]
+    pool: Any = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(taps) - 1]
     y: Tensor = pool(
         padded(x, pads, value=float("-inf")),
         [tap.kernel for tap in taps],
@@ -699,7 +693,7 @@ def avg_pool(
     x, pads, counts = slid(verb, x, cuts, taps)
     if not min(counts):
         return empty_output(x, (*x.shape[:2], *counts))
-    pool: Any = _MEAN[len(taps) - 1]
+    pool: Any = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(taps) - 1]
     numbers = ([tap.kernel for tap in taps], [tap.stride for tap in taps])
     x = padded(x, pads)
     y: Tensor
