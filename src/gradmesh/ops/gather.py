@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradmesh.ops.base import Along, LinearOp, shifted
-from gradmesh.ops.row import Example, Row, uneven
+from gradmesh.ops.row import Example, Row, adjoints, uneven
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
@@ -103,11 +103,7 @@ def _gathers(axis: Axis) -> list[Example]:
     ]
 
 
-def _scatters(axis: Axis) -> list[Example]:
-    return [(op.adjoint, op.out_shape(shape)) for op, shape in _gathers(axis)]
-
-
 ROWS = (
     Row("gather", "concatenate at root; empty along dim elsewhere", _gathers),
-    Row("scatter", "cut at root, one part to each rank", _scatters),
+    Row("scatter", "cut at root, one part to each rank", adjoints(_gathers)),
 )

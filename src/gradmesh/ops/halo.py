@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.ops.base import Along, LinearOp, shifted
-from gradmesh.ops.row import Example, Row, uneven
+from gradmesh.ops.row import Example, Row, adjoints, uneven
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport
 from gradmesh.types import V
@@ -182,11 +182,7 @@ def _halos(axis: Axis) -> list[Example]:
     ]
 
 
-def _returns(axis: Axis) -> list[Example]:
-    return [(op.adjoint, op.out_shape(shape)) for op, shape in _halos(axis)]
-
-
 ROWS = (
     Row("halo_exchange", "neighbours' edge slabs attached", _halos),
-    Row("edge slabs sent back and added", "slabs to their owners, added", _returns, public=False),
+    Row("edge slabs sent back and added", "slabs to their owners, added", adjoints(_halos), public=False),
 )

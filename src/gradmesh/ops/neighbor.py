@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh._util.dtypes import BITS
 from gradmesh.errors import DTypeError
 from gradmesh.ops.base import Along, LinearOp, shifted
-from gradmesh.ops.row import Example, Row
+from gradmesh.ops.row import Example, Row, adjoints
 from gradmesh.ops.sizes import Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
 from gradmesh.types import V
@@ -152,11 +152,12 @@ def _neighbors(axis: Axis) -> list[Example]:
     ]
 
 
-def _returns(axis: Axis) -> list[Example]:
-    return [(op.adjoint, op.out_shape(shape)) for op, shape in _neighbors(axis)]
-
-
 ROWS = (
     Row("neighbor_all_to_all", "picked rows to each rank", _neighbors),
-    Row("picked rows sent back and added", "rows to where they came from, added", _returns, public=False),
+    Row(
+        "picked rows sent back and added",
+        "rows to where they came from, added",
+        adjoints(_neighbors),
+        public=False,
+    ),
 )

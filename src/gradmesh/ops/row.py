@@ -35,3 +35,8 @@ def uneven(axis: Axis) -> Sizes:
 def on_axis(op: type[LinearOp]) -> Examples:
     """Examples of an op whose only argument is the axis."""
     return lambda axis: [(op(axis), (2, 3)), (op(axis), ())]
+
+
+def adjoints(examples: Examples) -> Examples:
+    """Examples of the adjoints of ops."""
+    return lambda axis: [(op.adjoint, op.out_shape(shape)) for op, shape in examples(axis)]
