@@ -33,7 +33,6 @@ from gradmesh.checker.trace import (
     Root,
     Sent,
     Term,
-    Verb,
     is_mean,
     refs,
 )
@@ -185,13 +184,6 @@ def named_operator(name: str) -> Any:
     return found
 
 
-def results_of_verb(verbs: Sequence[Verb], ins: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank of a call gets, of what each handed in; where nothing is sent, of one rank alone."""
-    ops = [decoded_on(Encoded(v.words, v.numbers, v.tensors, ""), v.rank, v.size, None) for v in verbs]
-    with torch.enable_grad():
-        return meaning(ops, ins)
-
-
 def results_of(
     calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
 ) -> list[list[Tensor]] | None:
@@ -202,7 +194,9 @@ def results_of(
     kind, first = calls[0].kind, calls[0]
     if first.verb is not None:
         verbs = [call.verb for call in calls if call.verb is not None]
-        return [[y] for y in results_of_verb(verbs, [each[0] for each in ins])]
+        ops = [decoded_on(Encoded(v.words, v.numbers, v.tensors, ""), v.rank, v.size, None) for v in verbs]
+        with torch.enable_grad():
+            return [[y] for y in meaning(ops, [each[0] for each in ins])]
     if kind == "all_reduce":
         sums = [combined([each[at] for each in ins], first.reduce) for at in range(len(ins[0]))]
         return [list(sums) for _ in calls]

@@ -229,11 +229,8 @@ def _location(place: Place, base: Path) -> dict[str, Any]:
     region: dict[str, Any] = {"startLine": max(1, place.line)}
     if place.text:
         region["snippet"] = {"text": place.text}
-    found: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _uri(name)}, "region": region}}
+    uri = Path(name).as_uri() if Path(name).is_absolute() else quote(name)
+    found: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}
     if place.function:
         found["logicalLocations"] = [{"fullyQualifiedName": place.function, "kind": "function"}]
     return found
-
-
-def _uri(name: str) -> str:
-    return Path(name).as_uri() if Path(name).is_absolute() else quote(name)

@@ -30,7 +30,7 @@ from gradmesh.checker.judging.values import (
     shares_overlap,
 )
 from gradmesh.checker.report import counted
-from gradmesh.checker.trace import Recording, Tape
+from gradmesh.checker.trace import Recording
 from gradmesh.errors import ArgumentError
 from gradmesh.launch.process_ranks import held_port
 
@@ -202,8 +202,9 @@ def recorded(
         ]
         stuck, killed = _waited(started, Path(folder), timeout, since + most)
         seconds = time.perf_counter() - since
+        tapes = [Path(folder) / f"{rank}.tape" for rank in range(ranks)]
         return Recording(
-            [_tape(Path(folder) / f"{rank}.tape") for rank in range(ranks)],
+            [pickle.loads(path.read_bytes()) if path.exists() else None for path in tapes],
             [_lines(Path(folder) / f"{rank}.calls") for rank in range(ranks)],
             ["\n".join(_lines(Path(folder) / f"{rank}.out")) for rank in range(ranks)],
             stuck,
@@ -321,13 +322,6 @@ def _size(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
-
-
-def _tape(path: Path) -> Tape | None:
-    if not path.exists():
-        return None
-    tape: Tape = pickle.loads(path.read_bytes())  # which a rank of ours has written
-    return tape
 
 
 def _lines(path: Path) -> list[str]:

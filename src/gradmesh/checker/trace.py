@@ -761,7 +761,7 @@ class Changes:
             number: Any = (
                 numbers[0] if numbers else bound.get("other", bound.get("scalar", bound.get("scalars")))
             )
-            if isinstance(number, Tensor) and (number.numel() == 1 or _is_one_number(number)):
+            if isinstance(number, Tensor) and (number.numel() == 1 or is_constant(number)):
                 own = any(known.number for _, known in moved) or self.read
                 value = float(number.flatten()[0])
             elif isinstance(number, (int, float)):
@@ -813,7 +813,8 @@ def is_mean(factor: float, ranks: int) -> bool:
     )
 
 
-def _is_one_number(x: Tensor) -> bool:
+def is_constant(x: Tensor) -> bool:
+    """Whether all its entries are one number."""
     return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
@@ -935,7 +936,7 @@ class Modules:
             x for x in others if memory_of(x) or not x.numel()
         )  # FSDP frees the memory of whole parameters
         alike = any(x.device == own.device and torch.equal(x, own) for x in others)
-        return alike and own.numel() > 1 and not _is_one_number(own)
+        return alike and own.numel() > 1 and not is_constant(own)
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         if not self._stack and not any(root() is module for root in self._roots):

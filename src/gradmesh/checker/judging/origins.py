@@ -330,10 +330,7 @@ def reaches(
     leaves = [leaf for rank in context.again.ranks for leaf in rank.leaves.values()]
     changes, whole = _products(xs, leaves, gradients), _products(xs, leaves, beside)
     most = max((float(g.abs().max()) for g in whole if g is not None and g.numel()), default=0.0)
-    return any(g is not None and g.numel() and float(g.abs().max()) > _ROUNDING * most for g in changes)
-
-
-_ROUNDING = 1e-5
+    return any(g is not None and g.numel() and float(g.abs().max()) > 1e-5 * most for g in changes)
 
 
 @dataclass(frozen=True)
@@ -358,7 +355,8 @@ def revived(
     if len(given) < len(xs) or len(xs) < len(calls) or any(g.shape != xs[0].shape for g in given):
         return None
     try:
-        moved = run_again(context.segment.parts, shaken=_FAR).ranks
+        # So far that all that depends on the parameters moves too, and no choice becomes another one.
+        moved = run_again(context.segment.parts, shaken=256.0).ranks
     except (UnfaithfulError, RuntimeError):
         return None
     alive = [_alive(context, moved[rank], rank, call) for rank, call in calls.items()]
@@ -369,10 +367,6 @@ def revived(
     rank, call = list(calls.items())[cut.index(max(cut))]
     op = _user(context, rank, [n for n in call.outs if n is not None])
     return None if op is None or max(cut) == 0 else Revived(rank, op.site, op.base)
-
-
-_FAR = 256.0
-"""How far parameters are moved: all that depends on them moves too, and no choice becomes another one."""
 
 
 def _alive(context: Context, moved: Rank, rank: int, call: Called) -> Tensor:

@@ -26,6 +26,7 @@ from gradmesh.checker.trace import (
     Sent,
     Step,
     Tape,
+    is_constant,
     makes,
     nameless,
     refs,
@@ -280,10 +281,6 @@ def _derivatives(y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor | None]:
 
 def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(near(x, y, 1e-6) for x, y in zip(a, b, strict=True))
-
-
-_ROUNDING = 1e-5
-"""How much of the terms of a sum may remain where they take each other away."""
 
 
 @dataclass
@@ -683,7 +680,7 @@ def _compared(
     if not all(bool(x.isfinite().all()) for x in (true, *given, *trues)):
         return Got(name, group, true, given, 0.0, "infinite")
     # Where the ranks' parts take each other away, as in front of a batch norm, what remains is their rounding.
-    noise = max(noise, _ROUNDING * max(_largest(x) for x in trues))
+    noise = max(noise, 1e-5 * max(_largest(x) for x in trues))
     if max(_largest(x) for x in (true, *given)) <= noise:
         return Got(name, group, true, given, 1.0, "unused")
     if not all(near(x, given[0], tol) for x in given):
@@ -867,11 +864,6 @@ def behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
         if isinstance(event, (Alias, Op)) and not made.isdisjoint(refs(event)):
             made.update(makes(event))
     return made
-
-
-def is_constant(x: Tensor) -> bool:
-    """Whether all its entries are one number."""
-    return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
 def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:

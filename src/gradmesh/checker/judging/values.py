@@ -19,7 +19,6 @@ from gradmesh.checker.judging.parameters import (
     copies_of,
     grouped,
     in_double,
-    is_constant,
     is_sum,
     near,
 )
@@ -33,6 +32,7 @@ from gradmesh.checker.trace import (
     Sent,
     Step,
     Tape,
+    is_constant,
     label_stepped,
     makes,
     refs,
