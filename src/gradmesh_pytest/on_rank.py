@@ -274,7 +274,9 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
     _reset_state()
     torch.manual_seed(task.seed + rank)
     if task.is_process:  # thread ranks share these generators
-        _seed_python(task.seed + rank)
+        random.seed(task.seed + rank)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed((task.seed + rank) % 2**32)
     try:
         with _warnings(task, answer.warned):
             value = fn(*args, **resolved(kwargs, rank, subtests))
@@ -309,12 +311,6 @@ def _reset_state() -> None:
     state = rank_state()
     state.mesh = state.mesh_world = state.of_thread.chain = state.check = None
     state.reorderable = False
-
-
-def _seed_python(seed: int) -> None:
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 @contextmanager

@@ -115,8 +115,6 @@ class Screen:
 
 _CHUNK = 1 << 16
 """Bytes per read: the default capacity of a pipe on Linux."""
-_LARGEST_PIPE = 1 << 20
-"""The maximum capacity of a pipe on Linux for unprivileged users."""
 
 
 @dataclasses.dataclass
@@ -171,8 +169,8 @@ class OutputPipes:
     def drain(self) -> None:
         """Show all output so far, including incomplete lines."""
         for fd in self.open:
-            # At most a full pipe, since a thread or child process may never stop printing.
-            for _ in range(_LARGEST_PIPE // _CHUNK):
+            # At most a full pipe, of 1 MiB on Linux, since a thread or child process may never stop printing.
+            for _ in range((1 << 20) // _CHUNK):
                 if not self._read(fd):
                     break
         for pipe in self._pipes.values():

@@ -334,12 +334,14 @@ class Notes(EventLog):
         """Create the event of a call."""
         with self.lock:
             check = self._call_check(group, place, part)
+            if group not in self._axes:
+                self._axes[group] = self._name(group)
             return self.add(
                 None if check is None else check.recorded,
                 rank=group.ranks[place],
                 op=op_of(part),
                 verb="" if check is None else check.verb,
-                axis=self._axis(group),
+                axis=self._axes[group],
                 size=len(group.ranks),
                 payload=bytes_of(part.inputs),
                 sent=sent_by(place, part, len(group.ranks)),
@@ -361,12 +363,6 @@ class Notes(EventLog):
             return last[0]
         self._last.pop(key, None)
         return None
-
-    def _axis(self, group: Group) -> str:
-        name = self._axes.get(group)
-        if name is None:
-            name = self._axes[group] = self._name(group)
-        return name
 
     def _name(self, group: Group) -> str:
         along = axes_of(group.ranks, self._mesh)
