@@ -142,12 +142,11 @@ def _counts(context: Context, ratio: float) -> bool:
 def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     """GM102, GM103, GM109: What is wrong with the gradients themselves."""
     ranks = range(len(context.tapes))
-    found: list[Finding] = []
     different, allowed = context.truth.different, context.factors()
     right = [got for got in context.got if got.kind == "right"]
     odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
     odd = odd and _counts(context, context.expected)
-    sites = enumerate(map(context.root_site, range(len(context.tapes))))
+    sites = enumerate(map(context.root_site, ranks))
     root = next((context.place(rank, site) for rank, site in sites if site >= 0), None)
     if right and odd and any(got.kind == "apart" for got in wrong):
         wrong = [got for got in wrong if got.kind != "right"]  # the factor shows when the sums are there
@@ -157,18 +156,15 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
         times = context.expected
         if times == 0:
             said = "every gradient is zero, and the loss depends on the parameters"
-            return [
-                *found,
-                finding("GM103", said, context.place(0, context.segment.steps[0][0].site), root, ranks),
-            ]
+            return [finding("GM103", said, context.place(0, context.segment.steps[0][0].site), root, ranks)]
         if times > 1:
             said = f"every gradient is {times:.4g} times the true one: a sum over the ranks is taken once too often"
-            return [*found, finding("GM102", said, at, root, ranks)]
+            return [finding("GM102", said, at, root, ranks)]
         said = (
             f"every gradient is {_fraction(times)} of the true one: "
             "the loss or the gradient is divided once too often"
         )
-        return [*found, finding("GM109", said, at, root, ranks)]
+        return [finding("GM109", said, at, root, ranks)]
     if right and not wrong and different > 1 and abs(context.expected * different - 1) < _NEAR:
         divided = division(context)
         if divided is not None:
@@ -177,18 +173,14 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
                 f"averaged over them: it is {_fraction(1 / different)} of that of the mean"
             )
             made = finding("GM109", said, divided[0], root, ranks)
-            return [*found, replace(made, by_number=divided[1])]
+            return [replace(made, by_number=divided[1])]
     apart = [got for got in wrong if got.kind == "apart"]
     bent = [got for got in wrong if got.kind == "bent"]
+    found = [_apart(context, got) for got in apart]
     if bent and (changed := _changed_in_place(context, bent)) is not None:
         found.append(changed)
         wrong = [got for got in wrong if got.kind != "bent"]
-    for got in wrong:
-        if got.kind == "apart":
-            continue
-        found.append(_one(context, got))
-    if apart:
-        found = [*(_apart(context, got) for got in apart), *found]
+    found += [_one(context, got) for got in wrong if got.kind != "apart"]
     return _grouped(_with_parting(context, apart + bent, found))
 
 

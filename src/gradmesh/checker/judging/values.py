@@ -170,7 +170,7 @@ def tied(context: Context) -> list[Finding]:
     for rank, steps in enumerate(context.segment.steps):
         for param in (param for step in steps for param in step.params):
             value = param.value
-            if param.whole or value.numel() < 8 or bool((value == value.flatten()[0]).all()):
+            if param.whole or value.numel() < 8 or is_constant(value):
                 continue
             for other_rank, other in seen:
                 if other_rank == rank or other.name == param.name or other.value.shape != value.shape:
