@@ -28,6 +28,10 @@ from gradmesh.backends.shm.data_path import is_native
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}
 COLUMNS = ("shm, C", "shm, Python", "gloo")
 
+# torch 2.13 renamed both.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def groups() -> dict[str, dist.ProcessGroup]:
     """A group for each column."""
@@ -47,8 +51,8 @@ def calls(group: dist.ProcessGroup, count: int) -> dict[str, Callable[[], object
     x, whole, cotangent = torch.ones(count), torch.empty(size * count), torch.ones(size * count)
     w, zeros = torch.ones(count, requires_grad=True), torch.zeros(count)
     return {
-        "all_gather": lambda: dist.all_gather_single(whole, x, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(x, whole, group=group),
+        "all_gather": lambda: _all_gather(whole, x, group=group),
+        "reduce_scatter": lambda: _reduce_scatter(x, whole, group=group),
         "all_reduce": lambda: dist.all_reduce(zeros, group=group),
         "gm.all_gather + backward": lambda: torch.autograd.grad(gm.all_gather(w, group), w, cotangent),
     }

@@ -28,6 +28,10 @@ SIZES = {"4 KiB": 4 << 10, "256 KiB": 256 << 10, "16 MiB": 16 << 20}
 SAMPLES, FEATURES, TEMPERATURE = 512, 256, 0.1
 TOLERANCE = 1e-9
 
+# torch 2.13 renamed both.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Verb = Callable[[Tensor], Tensor]
 Measured = dict[tuple[str, ...], tuple[float, list[list[float]]]]
@@ -138,13 +142,13 @@ def _reduce_and_slice(grad: Tensor) -> Tensor:
 
 def _scatter(x: Tensor) -> Tensor:
     out = x.new_empty(len(x) // dist.get_world_size())
-    dist.reduce_scatter_single(out, x.contiguous())
+    _reduce_scatter(out, x.contiguous())
     return out
 
 
 def _gather_into(x: Tensor) -> Tensor:
     out = x.new_empty(len(x) * dist.get_world_size())
-    dist.all_gather_single(out, x.contiguous())
+    _all_gather(out, x.contiguous())
     return out
 
 

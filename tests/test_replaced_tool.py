@@ -25,6 +25,14 @@ from tools.replaced.ranks import measure, together
 from tools.replaced.repositories import REPOSITORIES
 
 
+def forked(test: Any) -> Any:
+    """A test whose ranks are forked from this process, and compute gradients."""
+    skipped = pytest.mark.skipif(
+        torch.version.cuda is not None, reason="built with CUDA: no autograd in a fork of where it ran"
+    )
+    return pytest.mark.processes(skipped(test))
+
+
 class _Unsummed(torch.autograd.Function):
     """A gather whose backward forgets the other ranks."""
 
@@ -64,7 +72,7 @@ def _found(gather: Any, situation: str = "even", case: Case = CASE) -> dict[str,
     return measure(case, NOTHING, SimpleNamespace(gather=gather), situation, "gloo", True)
 
 
-@pytest.mark.processes
+@forked
 def test_a_right_gather_is_right_of_each_order_and_in_a_subgroup() -> None:
     for situation in ("even", "subgroup"):
         found = _found(gm.all_gather, situation)
@@ -73,21 +81,21 @@ def test_a_right_gather_is_right_of_each_order_and_in_a_subgroup() -> None:
     assert max(auto.values()) < page.RIGHT
 
 
-@pytest.mark.processes
+@forked
 def test_a_wrong_first_derivative_is_found() -> None:
     found = _found(_Unsummed.apply)
     assert found["value"] == 0
     assert found["first"] > 0.1
 
 
-@pytest.mark.processes
+@forked
 def test_a_wrong_second_derivative_is_found() -> None:
     found = _found(_Once.apply)
     assert max(found["value"], found["first"]) < page.RIGHT
     assert isinstance(found["second"], str) or found["second"] > 0.1
 
 
-@pytest.mark.processes
+@forked
 def test_a_wrong_value_a_wrong_shape_and_an_error_are_found() -> None:
     assert _found(lambda x: gm.all_gather(x) + 1e-6)["value"] > page.RIGHT
     assert _found(lambda x: x)["raises"].startswith("WrongShape")
