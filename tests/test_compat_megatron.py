@@ -195,6 +195,18 @@ OWN_CONTEXTS: dict[str, tuple[Any, dict[str, Any], tuple[int, int]]] = {
 }
 
 
+class _OwnForward:
+    """Subclasses as programs write them, with a forward that needs its context."""
+
+    @staticmethod
+    def of(function: Any) -> Any:
+        def forward(ctx: Any, input_: Tensor, group: Any = None) -> Tensor:
+            ctx.group = group
+            return function.forward(ctx, input_, group)
+
+        return type("Own", (function,), {"forward": staticmethod(forward), "__module__": __name__})
+
+
 def _with_a_context_of_their_own(name: str) -> None:
     function, arguments, shape = OWN_CONTEXTS[name]
     rank = gm.rank()
@@ -209,10 +221,16 @@ def _with_a_context_of_their_own(name: str) -> None:
     own.__dict__.update(group=None, **arguments)
     grad = random(5 + rank, *y.shape)
     assert torch.equal(function.symbolic(None, x, *values), y)
+    assert torch.equal(_OwnForward.of(function).symbolic(graph=None, input_=x, group=None, **arguments), y)
     expected, *nones = function.backward(saved, grad)
     ours, *others = function.backward(own, grad)
     assert torch.equal(ours, expected)
     assert others == nones == [None] * (1 + len(arguments))
+    grad.requires_grad_()
+    again, *_ = function.backward(own, grad)
+    cotangent = random(9 + rank, *again.shape)
+    (second,) = torch.autograd.grad(again, grad, cotangent)
+    assert torch.equal(second, function.forward(None, cotangent, *values))
 
 
 @pytest.mark.parametrize("name", list(OWN_CONTEXTS))

@@ -168,9 +168,10 @@ class _Mapping(OpFunction):
     """A Function of Megatron, whose tests also call `symbolic`."""
 
     @classmethod
-    def symbolic(cls, _graph: Any, *args: Any) -> Tensor:
-        """The result of `forward`; the first argument is ignored."""
-        result: Tensor = cls.forward(None, *args)
+    def symbolic(cls, graph: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG003
+        """The result of Megatron's `forward`, also of a subclass with another; `graph` is ignored."""
+        mapping: Any = next(each for each in cls.__mro__ if each.__module__ == __name__)
+        result: Tensor = mapping.forward(None, *args, **kwargs)
         return result
 
 

@@ -417,8 +417,11 @@ class Ring:
             return [self.start(hop, x, next(calls)).result for x in tensors]
 
         size = self.axis.size
-        block = [torch.cat((k, v), -1)] if size > 1 else []
-        return travel(size, block, at, lambda came, local: local.add_(came), send, send)
+        return travel(size, [torch.cat((k, v), -1)] if size > 1 else [], at, _add_to, send, send)
+
+
+def _add_to(came: Tensor, local: Tensor) -> Tensor:
+    return local.add_(came)
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
