@@ -17,15 +17,47 @@ REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" timestamp=
 </testsuite></testsuites>"""
 
 
+AGAIN = """<?xml version="1.0"?><testsuites><testsuite name="pytest" timestamp="2026-01-03T03:04:05">
+<testcase classname="tests.test_a" name="test_wrong[2]"/>
+</testsuite></testsuites>"""
+PAGE = f"""{BEGIN}
+
+| torch | day |
+|---|---|
+| 2.9.1 | another day | 1 | 1 | 0 | 0 |
+| 2.15.0 | another day | 4 | 0 | 0 | 0 |
+
+* 2.9.1: `tests/test_c.py::test_old`
+* 2.15.0: `tests/test_c.py::test_new`
+
+{END}
+"""
+
+
 def test_report_counts_tests_and_names_failures(tmp_path: Path) -> None:
     path = tmp_path / "torch-2.15.0.xml"
     path.write_text(REPORT)
     found = read(path)
-    assert (found.torch, found.day, found.tests, found.skipped) == ("2.15.0", "2026-01-02", 4, 1)
-    assert found.failed == ("tests/test_a.py::test_unclean", "tests/test_a.py::test_wrong[2]")
+    assert (found.torch, found.day) == ("2.15.0", "2026-01-02")
+    assert [found.count(outcome) for outcome in ("passed", "failed", "skipped")] == [1, 2, 1]
+    assert found.failed == ["tests/test_a.py::test_unclean", "tests/test_a.py::test_wrong[2]"]
     lines = table([found]).splitlines()
-    assert lines[2] == "| 2.15.0 | 2026-01-02 | 1 | 2 | 1 |"
+    assert lines[2] == "| 2.15.0 | 2026-01-02 | 1 | 2 | 1 | 0 |"
     assert lines[-1] == "* 2.15.0: `tests/test_a.py::test_wrong[2]`"
+
+
+def test_what_ran_again_counts_and_other_versions_stay(tmp_path: Path) -> None:
+    first, again = tmp_path / "torch-2.15.0.xml", tmp_path / "torch-2.15.0-again.xml"
+    first.write_text(REPORT)
+    again.write_text(AGAIN)
+    lines = table([read(again), read(first)], PAGE).splitlines()
+    assert lines[2:] == [
+        "| 2.9.1 | another day | 1 | 1 | 0 | 0 |",
+        "| 2.15.0 | 2026-01-03 | 2 | 1 | 1 | 1 |",
+        "",
+        "* 2.9.1: `tests/test_c.py::test_old`",
+        "* 2.15.0: `tests/test_a.py::test_unclean`",
+    ]
 
 
 def test_the_page_has_a_place_for_it() -> None:

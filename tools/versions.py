@@ -2,60 +2,94 @@
 
 $ python -m tools.report docs/versions.md build/torch-*.xml
 
-`make torch VERSION=2.15.0` leaves its report in build/torch-2.15.0.xml.
+`make torch VERSION=2.15.0` leaves its report in build/torch-2.15.0.xml. A report build/torch-2.15.0-again.xml, of tests
+that ran again after a correction, takes the place of what the first one says about them. Rows of versions without a
+report stay as they are in the page.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.pages import mark, parser_of, put
+from tools.pages import END, mark, parser_of, put
 
 BEGIN = mark("docs/versions.md", "build/torch-*.xml")
+_AGAIN = "-again"
+_ORDER = ("skipped", "passed", "failed")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the tests."""
+    """One run of the tests, and of those that ran again."""
 
     torch: str  # the version
     day: str  # when it was
-    tests: int  # how many there were
-    skipped: int  # how many of them did not run
-    failed: tuple[str, ...]  # the names of those that failed, or could not be set up
+    outcomes: Mapping[
+        str, str
+    ]  # of each test: "passed", "failed" (also where it could not be set up) or "skipped"
+    again: int = 0  # how many ran again
+
+    def count(self, outcome: str) -> int:
+        """The number of tests with an outcome."""
+        return sum(each == outcome for each in self.outcomes.values())
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of those that failed."""
+        return sorted(name for name, outcome in self.outcomes.items() if outcome == "failed")
 
 
 def read(path: Path) -> Report:
     """A report as pytest writes it, torch's version in the file's name."""
     suites = list(ET.parse(path).getroot().iter("testsuite"))
-    cases = [case for suite in suites for case in suite.iter("testcase")]
-    failed = {
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
+    outcomes: dict[str, str] = {}
+    for case in (case for suite in suites for case in suite.iter("testcase")):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        wrong = case.find("failure") is not None or case.find("error") is not None
+        outcome = "failed" if wrong else "passed" if case.find("skipped") is None else "skipped"
+        outcomes[name] = max(outcome, outcomes.get(name, outcome), key=_ORDER.index)
+    return Report(path.stem.removeprefix("torch-"), suites[0].get("timestamp", "")[:10], outcomes)
+
+
+def joined(reports: Sequence[Report]) -> list[Report]:
+    """The reports in the order of the versions, each with what ran again."""
+    first = {each.torch: each for each in reports if not each.torch.endswith(_AGAIN)}
+    for each in reports:
+        if each.torch.endswith(_AGAIN):
+            before = first[each.torch.removesuffix(_AGAIN)]
+            outcomes = {**before.outcomes, **each.outcomes}
+            first[before.torch] = Report(before.torch, each.day, outcomes, len(each.outcomes))
+    return list(first.values())
+
+
+def table(reports: Sequence[Report], page: str = "") -> str:
+    """The reports as Markdown, a row each, and what failed; other versions as in the page."""
+    rows = {
+        one.torch: f"| {one.torch} | {one.day} | {one.count('passed')} | {one.count('failed')} | "
+        f"{one.count('skipped')} | {one.again} |"
+        for one in joined(reports)
     }
-    return Report(
-        torch=path.stem.removeprefix("torch-"),
-        day=suites[0].get("timestamp", "")[:10],
-        tests=len({(case.get("classname"), case.get("name")) for case in cases}),
-        skipped=sum(case.find("skipped") is not None for case in cases),
-        failed=tuple(sorted(failed)),
-    )
-
-
-def table(reports: Sequence[Report]) -> str:
-    """The reports as Markdown, a row each, and what failed."""
-    rows = [
-        f"| {one.torch} | {one.day} | {one.tests - one.skipped - len(one.failed)} | {len(one.failed)} | {one.skipped} |"
-        for one in reports
+    failed = {one.torch: [f"* {one.torch}: `{name}`" for name in one.failed] for one in joined(reports)}
+    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
+        found = re.match(r"([|*]) (\d+\.\d+\.\d+)\b", line)
+        if found and found[2] not in {each.torch.removesuffix(_AGAIN) for each in reports}:
+            if found[1] == "|":
+                rows[found[2]] = line
+            else:
+                failed.setdefault(found[2], []).append(line)
+    versions = sorted(rows, key=lambda version: tuple(map(int, version.split("."))))
+    lines = [
+        "| torch | day | passed | failed | skipped | ran again after a correction |",
+        "|---|---|---|---|---|---|",
     ]
-    failed = [f"* {one.torch}: `{name}`" for one in reports for name in one.failed]
-    lines = ["| torch | day | passed | failed | skipped |", "|---|---|---|---|---|", *rows]
-    return "\n".join([*lines, "", *failed] if failed else lines)
+    lines += [rows[version] for version in versions]
+    names = [name for version in versions for name in failed.get(version, ())]
+    return "\n".join([*lines, "", *names] if names else lines)
 
 
 def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> int:
@@ -63,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, into: Path | None = None) -> in
     parser = parser_of(__doc__)
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     options = parser.parse_args(arguments)
-    made = table([read(path) for path in sorted(options.reports)])
+    made = table([read(path) for path in options.reports], into.read_text() if into else "")
     if into is None:
         print(made)
     else:
