@@ -184,7 +184,7 @@ def deviation(program: Program) -> float:
     far = [float((reduced.detach() - value).abs())]
     for got, (by_x, weight, bias, *experts) in zip((first, second), right, strict=True):
         expected = [by_x[rows], weight, bias, *experts[2 * own.start : 2 * own.stop]]
-        far += [float((a.detach() - b).abs().max()) for a, b in zip(got, expected, strict=True) if b.numel()]
+        far += [float((a - b).detach().abs().max()) for a, b in zip(got, expected, strict=True) if b.numel()]
     return max(far)
 
 

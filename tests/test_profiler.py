@@ -136,6 +136,7 @@ def verb(name: str) -> str:
 
 
 # torch's own compiler does what torch warns of.
+@pytest.mark.torch_at_least("2.10", "a compiled program has the ranges of an eager one")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_program_and_a_fake_tensor_have_no_ranges() -> None:
     gm.init()
