@@ -110,7 +110,11 @@ def install() -> None:
 _operators, _aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 
 
-class _Module(backend_registration._DummyBackendModule):
+# Before torch 2.10, where the device is not available, this module can be imported all the same.
+_Base: Any = getattr(backend_registration, "_DummyBackendModule", object)
+
+
+class _Module(_Base):
     """What torch looks for as `torch.simulated`."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
