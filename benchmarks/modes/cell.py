@@ -180,7 +180,8 @@ def _compare(case: Case, found: list[Found], dense: Found) -> Verdict:
                 return Verdict("wrong", f"{name}: shape {tuple(mine.shape)} for {tuple(wanted.shape)}")
         scale = max([float(t.abs().max()) for t in right if t.numel()], default=0.0) or 1.0
         error = max(
-            [float((a - b).abs().max()) for a, b in zip(got, right, strict=True) if a.numel()], default=0
+            [float((a - b).detach().abs().max()) for a, b in zip(got, right, strict=True) if a.numel()],
+            default=0,
         )
         if not error <= EXACT * scale:
             share = f"{error / scale:.0%}" if error <= 10 * scale else "more than 1000%"
