@@ -14,11 +14,13 @@ REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" timestamp=
 <testcase classname="tests.test_a" name="test_unclean"/>
 <testcase classname="tests.test_a" name="test_unclean"><error message="teardown"/></testcase>
 <testcase classname="tests.test_b" name="test_left_out"><skipped message="no GPU"/></testcase>
+<testcase classname="" name="tests.test_c"><error message="collection failure"/></testcase>
 </testsuite></testsuites>"""
 
 
 AGAIN = """<?xml version="1.0"?><testsuites><testsuite name="pytest" timestamp="2026-01-03T03:04:05">
 <testcase classname="tests.test_a" name="test_wrong[2]"/>
+<testcase classname="tests.test_c" name="test_right"/>
 </testsuite></testsuites>"""
 PAGE = f"""{BEGIN}
 
@@ -39,11 +41,15 @@ def test_report_counts_tests_and_names_failures(tmp_path: Path) -> None:
     path.write_text(REPORT)
     found = read(path)
     assert (found.torch, found.day) == ("2.15.0", "2026-01-02")
-    assert [found.count(outcome) for outcome in ("passed", "failed", "skipped")] == [1, 2, 1]
-    assert found.failed == ["tests/test_a.py::test_unclean", "tests/test_a.py::test_wrong[2]"]
+    assert [found.count(outcome) for outcome in ("passed", "failed", "skipped")] == [1, 3, 1]
+    assert found.failed == [
+        "tests/test_a.py::test_unclean",
+        "tests/test_a.py::test_wrong[2]",
+        "tests/test_c.py",
+    ]
     lines = table([found]).splitlines()
-    assert lines[2] == "| 2.15.0 | 2026-01-02 | 1 | 2 | 1 | 0 |"
-    assert lines[-1] == "* 2.15.0: `tests/test_a.py::test_wrong[2]`"
+    assert lines[2] == "| 2.15.0 | 2026-01-02 | 1 | 3 | 1 | 0 |"
+    assert lines[-2] == "* 2.15.0: `tests/test_a.py::test_wrong[2]`"
 
 
 def test_what_ran_again_counts_and_other_versions_stay(tmp_path: Path) -> None:
@@ -53,7 +59,7 @@ def test_what_ran_again_counts_and_other_versions_stay(tmp_path: Path) -> None:
     lines = table([read(again), read(first)], PAGE).splitlines()
     assert lines[2:] == [
         "| 2.9.1 | another day | 1 | 1 | 0 | 0 |",
-        "| 2.15.0 | 2026-01-03 | 2 | 1 | 1 | 1 |",
+        "| 2.15.0 | 2026-01-03 | 3 | 1 | 1 | 2 |",
         "",
         "* 2.9.1: `tests/test_c.py::test_old`",
         "* 2.15.0: `tests/test_a.py::test_unclean`",

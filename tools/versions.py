@@ -49,7 +49,10 @@ def read(path: Path) -> Report:
     suites = list(ET.parse(path).getroot().iter("testsuite"))
     outcomes: dict[str, str] = {}
     for case in (case for suite in suites for case in suite.iter("testcase")):
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        file, test = case.get("classname", "").replace(".", "/"), case.get("name", "")
+        name = (
+            f"{file}.py::{test}" if file else f"{test.replace('.', '/')}.py"
+        )  # a file that cannot be imported
         wrong = case.find("failure") is not None or case.find("error") is not None
         outcome = "failed" if wrong else "passed" if case.find("skipped") is None else "skipped"
         outcomes[name] = max(outcome, outcomes.get(name, outcome), key=_ORDER.index)
@@ -62,7 +65,9 @@ def joined(reports: Sequence[Report]) -> list[Report]:
     for each in reports:
         if each.torch.endswith(_AGAIN):
             before = first[each.torch.removesuffix(_AGAIN)]
-            outcomes = {**before.outcomes, **each.outcomes}
+            files = {name.partition("::")[0] for name in each.outcomes}
+            outcomes = {name: outcome for name, outcome in before.outcomes.items() if name not in files}
+            outcomes |= each.outcomes
             first[before.torch] = Report(before.torch, each.day, outcomes, len(each.outcomes))
     return list(first.values())
 
