@@ -104,7 +104,7 @@ def poll(work: Any, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > deadline:
-            return False
+            return bool(work.is_completed())  # this rank may have stood still since it asked
     return True
 
 
