@@ -195,16 +195,14 @@ OWN_CONTEXTS: dict[str, tuple[Any, dict[str, Any], tuple[int, int]]] = {
 }
 
 
-class _OwnForward:
-    """Subclasses as programs write them, with a forward that needs its context."""
+def _with_its_own_forward(function: Any) -> Any:
+    """A subclass as programs write them, whose forward needs its context."""
 
-    @staticmethod
-    def of(function: Any) -> Any:
-        def forward(ctx: Any, input_: Tensor, group: Any = None) -> Tensor:
-            ctx.group = group
-            return function.forward(ctx, input_, group)
+    def forward(ctx: Any, input_: Tensor, group: Any = None) -> Tensor:
+        ctx.group = group
+        return function.forward(ctx, input_, group)
 
-        return type("Own", (function,), {"forward": staticmethod(forward), "__module__": __name__})
+    return type("Own", (function,), {"forward": staticmethod(forward), "__module__": __name__})
 
 
 def _with_a_context_of_their_own(name: str) -> None:
@@ -221,7 +219,9 @@ def _with_a_context_of_their_own(name: str) -> None:
     own.__dict__.update(group=None, **arguments)
     grad = random(5 + rank, *y.shape)
     assert torch.equal(function.symbolic(None, x, *values), y)
-    assert torch.equal(_OwnForward.of(function).symbolic(graph=None, input_=x, group=None, **arguments), y)
+    assert torch.equal(
+        _with_its_own_forward(function).symbolic(graph=None, input_=x, group=None, **arguments), y
+    )
     expected, *nones = function.backward(saved, grad)
     ours, *others = function.backward(own, grad)
     assert torch.equal(ours, expected)

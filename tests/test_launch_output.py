@@ -164,8 +164,7 @@ def shown(*commands: str, prefix: bool | None = None, until: str | None = None) 
                 time.sleep(0.001)
             start = time.monotonic()
             pipes.drain()
-            # One that blocked would never end; half a million lines take seconds on a busy machine.
-            assert time.monotonic() - start < 60
+            assert time.monotonic() - start < 5
         finally:
             for program in programs:
                 with contextlib.suppress(OSError):
@@ -191,6 +190,7 @@ def test_child_that_keeps_the_pipe_open_does_not_block_the_launch() -> None:
     assert shown("sleep 60 & echo one", "true") == "[rank 0] one\n"
 
 
+@pytest.mark.timed
 def test_program_that_never_stops_printing_does_not_block() -> None:
     text = shown("yes", "true", until="y")
     assert set(by_rank(text)["0"]) <= {"y", ""}

@@ -31,7 +31,7 @@ class Report:
     day: str  # when it was
     outcomes: Mapping[
         str, str
-    ]  # of each test: "passed", "failed" (also where it could not be set up) or "skipped"
+    ]  # each test's: "passed", "skipped", or "failed", also where it could not be set up
     again: int = 0  # how many ran again
 
     def count(self, outcome: str) -> int:
@@ -50,9 +50,8 @@ def read(path: Path) -> Report:
     outcomes: dict[str, str] = {}
     for case in (case for suite in suites for case in suite.iter("testcase")):
         file, test = case.get("classname", "").replace(".", "/"), case.get("name", "")
-        name = (
-            f"{file}.py::{test}" if file else f"{test.replace('.', '/')}.py"
-        )  # a file that cannot be imported
+        # A file that cannot be imported has no class.
+        name = f"{file}.py::{test}" if file else f"{test.replace('.', '/')}.py"
         wrong = case.find("failure") is not None or case.find("error") is not None
         outcome = "failed" if wrong else "passed" if case.find("skipped") is None else "skipped"
         outcomes[name] = max(outcome, outcomes.get(name, outcome), key=_ORDER.index)
@@ -74,15 +73,16 @@ def joined(reports: Sequence[Report]) -> list[Report]:
 
 def table(reports: Sequence[Report], page: str = "") -> str:
     """The reports as Markdown, a row each, and what failed; other versions as in the page."""
+    every = joined(reports)
     rows = {
         one.torch: f"| {one.torch} | {one.day} | {one.count('passed')} | {one.count('failed')} | "
         f"{one.count('skipped')} | {one.again} |"
-        for one in joined(reports)
+        for one in every
     }
-    failed = {one.torch: [f"* {one.torch}: `{name}`" for name in one.failed] for one in joined(reports)}
+    failed = {one.torch: [f"* {one.torch}: `{name}`" for name in one.failed] for one in every}
     for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
         found = re.match(r"([|*]) (\d+\.\d+\.\d+)\b", line)
-        if found and found[2] not in {each.torch.removesuffix(_AGAIN) for each in reports}:
+        if found and found[2] not in {one.torch for one in every}:
             if found[1] == "|":
                 rows[found[2]] = line
             else:
