@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -231,6 +233,26 @@ def test_ranks_may_have_no_shard_and_no_experts(threads: Threads, tmp_path: Path
     given = {"hidden": (0, 3, 0, 4), "experts": (0, 3, 0, 2)}, {"hidden": (7, 0, 0), "experts": (4, 0, 1)}
     before = threads(4)(saving, program, str(tmp_path), given[0])
     compare(program, before, threads(3)(loading, program, str(tmp_path), given[1]))
+
+
+def test_ranks_that_are_threads_do_not_change_each_others_names(
+    threads: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets a global while a rank looks for the names of torch 2.3, in which others saw their names changed."""
+    planner: Any = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    flatten, program = planner.flatten_state_dict, Program(10)
+    before = threads(3)(saving, program, str(tmp_path))
+    looked = []
+
+    def slowly(state: dict[str, Any]) -> Any:
+        old = planner._version._derived_version
+        looked.append(old)
+        time.sleep(0.3 if old else 0.1 * gm.rank())
+        return flatten(state)
+
+    monkeypatch.setattr(planner, "flatten_state_dict", slowly)
+    compare(program, before, threads(3)(loading, program, str(tmp_path)))
+    assert looked.count("2_3") == 3
 
 
 def test_options_that_a_checkpoint_does_not_have_keep_their_values(threads: Threads, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from gradmesh.nn.tensor import Cut, Parallel, entries
 from gradmesh.runtime.mesh import Axis
 
 __all__ = ["load_sharded_state_dict", "sharded_state_dict"]
+
+_PLANNING = threading.Lock()
+"""torch's plan for a checkpoint with further names sets a global, which changes the names on ranks that are threads."""
 
 
 class _Shard(Tensor):
@@ -214,7 +218,12 @@ def load_sharded_state_dict(
                     lacking = [key for key in group if f"{top}.param_groups.{number}.{key}" not in saved]
                     for key in lacking if len(lacking) < len(group) else ():
                         del group[key]
-            super().set_up_planner(state_dict, metadata, is_coordinator)
+            with _PLANNING:
+                super().set_up_planner(state_dict, metadata, is_coordinator)
+
+        def create_local_plan(self) -> Any:
+            with _PLANNING:
+                return super().create_local_plan()
 
         def create_global_plan(self, global_plan: list[Any]) -> list[Any]:
             loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
