@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradmesh.launch  # noqa: F401 - the module; the package may export a function of that name
+import gradmesh as gm
+import gradmesh.launch
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks, launch, process_ranks
 
@@ -292,6 +293,26 @@ def test_a_process_that_is_late_is_shown_where_it_is(pool: Ranks) -> None:
     assert "rank 0 returned" in text
     assert "time.sleep(seconds)" in text
     assert caught.value.rank is None
+
+
+def stop_the_launcher(launcher: int) -> int:
+    """Rank 0 stops the launcher's main thread; all ranks return in the meantime."""
+    if gm.rank() == 0:
+        os.kill(launcher, signal.SIGUSR1)
+    return gm.rank()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_answers_that_came_while_the_launcher_stood_still_are_read_after_the_limit(backend: str) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(4))
+    try:
+        with Ranks(3, backend=backend, timeout=2) as ranks:
+            begin = time.monotonic()
+            assert ranks.run(stop_the_launcher, os.getpid()) == [0, 1, 2]
+            assert time.monotonic() - begin > 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.timed

@@ -411,9 +411,9 @@ def thread_isolation() -> Iterator[None]:
     """
     if not set(gone).isdisjoint(_NEEDED):
         refuse("the threads backend", *_NEEDED)
-    _prepare_fake_mode()
-    generator_per_rank()
     with _isolation_lock:
+        _prepare_fake_mode()
+        generator_per_rank()
         _Isolation.opened += 1
         if _Isolation.opened == 1:
             _Isolation.saved = {name: getattr(c10d, name) for name in ("_world", *_WRITTEN)}, sys.excepthook

@@ -278,7 +278,8 @@ class ProcessRanks:
         outcome = Outcome(self.size, timeout=timeout)
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         probe, begin = Probe(lambda rank: self._ask(rank, "waits")), time.monotonic()
-        while outcome.missing and time.monotonic() < deadline:
+        while outcome.missing:
+            late, missing = time.monotonic() >= deadline, len(outcome.missing)
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
             # Short waits: a process may have died while its child process keeps the pipe open.
             awaited: list[Connection[Any, Any] | int] = [*pipes, *self._output.open]
@@ -299,8 +300,10 @@ class ProcessRanks:
                 deadline = min(deadline, outcome.failures[0].when + FAILURE_GRACE)
                 for rank in () if failed else outcome.missing:
                     self._ask(rank, "where")
+            if late and len(outcome.missing) == missing:  # answers that came in time are read after it, too
+                break
         if outcome.missing and not outcome.failures:
-            self._request_stacks(outcome)
+            self._request_stacks(expected, outcome, probe)
         if outcome.failures or outcome.missing:
             self.kill()
         else:
@@ -341,7 +344,7 @@ class ProcessRanks:
                 return Failure(rank, signal.Signals(-code).name, f"its process was killed by signal {-code}")
         return Failure(rank, f"exit code {code}", "its process exited before the function returned")
 
-    def _request_stacks(self, outcome: Outcome) -> None:
+    def _request_stacks(self, expected: str, outcome: Outcome, probe: Probe) -> None:
         """Request the stacks of late ranks; a rank inside C code that holds the GIL does not answer."""
         for rank in outcome.missing:
             self._ask(rank, "where")
@@ -350,10 +353,7 @@ class ProcessRanks:
             pipes = {self._pipes[rank]: rank for rank in silent}
             for pipe in wait(list(pipes), max(0.0, deadline - time.monotonic())):
                 if isinstance(pipe, Connection):
-                    with contextlib.suppress(EOFError, OSError):
-                        kind, payload = pipe.recv()
-                        if kind == "where":
-                            outcome.unfinished[pipes[pipe]] = payload.decode()
+                    self._read(pipes[pipe], expected, outcome, probe)
 
 
 _LIBC = ctypes.CDLL(None)

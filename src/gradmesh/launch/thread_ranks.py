@@ -107,11 +107,14 @@ class ThreadRanks:
             with _torch.thread_isolation():
                 for jobs_of_rank, job in zip(self._jobs, jobs, strict=True):
                     jobs_of_rank.put(job)
-                while outcome.missing and (left := deadline - time.monotonic()) > 0:
+                while outcome.missing:
+                    left = deadline - time.monotonic()
                     try:
-                        # Short waits, so that Ctrl-C is handled promptly.
-                        rank, result, failure = self._ended.get(timeout=min(POLL, left))
+                        # Short waits, so that Ctrl-C is handled promptly. What ended in time is read after it, too.
+                        rank, result, failure = self._ended.get(timeout=max(0.0, min(POLL, left)))
                     except queue.Empty:
+                        if left <= 0:
+                            break
                         continue
                     if failure is None:
                         outcome.results[rank] = result
