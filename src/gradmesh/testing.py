@@ -205,10 +205,7 @@ def _with_precision(op: LinearOp) -> LinearOp:
     return replace(op, comm_dtype=torch.float32, backward_dtype=torch.float64)
 
 
-@_law(
-    "reverse mode: <A x, y> = <x, A* y>",
-    _TRANSPOSED,
-)
+@_law("reverse mode: <A x, y> = <x, A* y>", _TRANSPOSED)
 def keeps_the_law(op: LinearOp, shape: Sequence[int]) -> str | None:
     errors = {dtype: laws.inner_product_error(op, shape, dtype) for dtype in _accepted(op)}
     return _first(
@@ -218,10 +215,7 @@ def keeps_the_law(op: LinearOp, shape: Sequence[int]) -> str | None:
     )
 
 
-@_law(
-    "the adjoint's matrix is the transpose of the op's",
-    _TRANSPOSED,
-)
+@_law("the adjoint's matrix is the transpose of the op's", _TRANSPOSED)
 def has_its_transpose_as_adjoint(op: LinearOp, shape: Sequence[int]) -> str | None:
     error = laws.adjoint_matrix_error(op, shape)
     return None if error < 1e-12 else f"an error of {error:.1e}"

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradmesh._torch import (
-    after_pass,
-    can_run_after_pass,
-    in_plain_mode,
-    tracing,
-    transforms_active,
-)
+from gradmesh._torch import after_pass, can_run_after_pass, in_plain_mode, tracing, transforms_active
 from gradmesh._util.call_sites import Site
 from gradmesh.autograd.averaging import Averaging, Graph
 from gradmesh.errors import CheckWarning, message

@@ -28,13 +28,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from gradmesh._torch import (
-    fused_attention,
-    is_fake,
-    is_legacy_batched,
-    tracing,
-    transforms_active,
-)
+from gradmesh._torch import fused_attention, is_fake, is_legacy_batched, tracing, transforms_active
 from gradmesh.autograd.pending import AsyncCollective, runs_async, started
 from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token, zero_for
 from gradmesh.errors import DTypeError, ShapeError
@@ -437,11 +431,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: CallRecord) -> tu
 
 
 def backward(
-    ring: Ring,
-    saved: Sequence[Tensor],
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    call: CallRecord,
+    ring: Ring, saved: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, call: CallRecord
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the local q, k and v, from these, the output and its logsumexp (`saved`).
 
@@ -491,11 +481,7 @@ def composed_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, run: Run) ->
 
 
 def composed_gradients(
-    ring: Ring,
-    saved: Sequence[Tensor],
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    run: Run,
+    ring: Ring, saved: Sequence[Tensor], grad: Tensor, grad_lse: Tensor | None, run: Run
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` by differentiable operators; `run` sends a block to the next rank."""
     q, k, v, out, lse = saved

@@ -21,11 +21,4 @@ from gradmesh.backends.own_group import group_cache
 from gradmesh.ops.transport import Transport
 from gradmesh.transport.process_group import TRANSPORTS, traced_transport, transport
 
-__all__ = [
-    "TRANSPORTS",
-    "Transport",
-    "compiling",
-    "group_cache",
-    "traced_transport",
-    "transport",
-]
+__all__ = ["TRANSPORTS", "Transport", "compiling", "group_cache", "traced_transport", "transport"]

@@ -305,7 +305,18 @@ class CallRecord:
 class Calls:
     """One rank's counter of the calls on a group."""
 
-    __slots__ = ("functions", "gloo", "local", "local_digest", "lock", "log", "number", "signatures", "words")
+    __slots__ = (
+        "first_messages",
+        "functions",
+        "gloo",
+        "local",
+        "local_digest",
+        "lock",
+        "log",
+        "number",
+        "signatures",
+        "words",
+    )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Held during a call that is compared: threads must not interleave their calls on one group.
@@ -317,6 +328,9 @@ class Calls:
         # the signatures of calls, by op and operand, where the group does not keep its ops
         self.signatures = BoundedCache()
         self.functions = Functions()  # user-written autograd Functions that call verbs
+        self.first_messages: list[
+            Any
+        ] = []  # memory for the first messages of a call, which the next one uses
         self.log: Any = None  # the log of the deferred check, if a call on the group was deferred
         self.gloo = False  # whether the group sends CPU tensors over Gloo
         with contextlib.suppress(TypeError, ValueError):  # torch did not make it

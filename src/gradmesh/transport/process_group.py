@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import math
 import struct
 import threading
@@ -16,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -48,9 +49,6 @@ _LENGTH, _GREETING = 8, 120
 
 _NOTHING = -1
 """The length where no message follows, because the sender aborted."""
-
-_Fill = Callable[[Tensor], list[int]]
-_Post = Callable[..., list[dist.Work]]
 
 _UNWATCHED = contextlib.nullcontext()
 
@@ -212,6 +210,59 @@ def gathered(size: int) -> int:
     return 1 << 20 if size == 2 else max(inline(size), DIRECT // size)
 
 
+_Parts = Sequence[tuple[int, int]]
+"""The part of a buffer for each rank, or from each rank: its first byte, and its number of bytes."""
+_Data = tuple[Tensor, Tensor, _Parts, _Parts]
+"""A dense operand and result, the part of the operand for each rank, and that of the result from each rank."""
+_HEAD = struct.Struct("=qq")
+
+
+def _parts(lengths: Sequence[int], width: int) -> _Parts:
+    """Parts of so many elements, one after another."""
+    return [
+        ((end - length) * width, length * width)
+        for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
+
+
+class _FirstMessages:
+    """The memory of a call's first messages, for and from each rank: a head, and at most `room` bytes of data.
+
+    It is written by address: to make a tensor of a part takes longer than to copy it.
+    """
+
+    def __init__(self, rank: int, size: int, room: int) -> None:
+        self.rank, self.width = rank, HEAD + room
+        self.heads_sent, self.heads_got = bytearray(size * self.width), bytearray(size * self.width)
+        self.sent = torch.frombuffer(self.heads_sent, dtype=torch.uint8)
+        self.got = torch.frombuffer(self.heads_got, dtype=torch.uint8)
+        self.places = [(rank * self.width, self.width) for rank in range(size)]
+
+    def write(self, own: int, flat: Tensor | None, send: _Parts) -> _Parts:
+        """Write this rank's head and data, if it is short, for each rank; returns the parts of `sent`."""
+        for first, _ in self.places:
+            _HEAD.pack_into(self.heads_sent, first, own, flat is None)
+        _HEAD.pack_into(self.heads_got, self.places[self.rank][0], own, flat is None)
+        if flat is None:
+            return [(first, HEAD) for first, _ in self.places]
+        address, place = flat.data_ptr(), self.sent.data_ptr() + HEAD
+        for rank, (first, length) in enumerate(send):
+            if length and rank != self.rank:
+                ctypes.memmove(place + rank * self.width, address + first, length)
+        return [(place, HEAD + length) for (place, _), (_, length) in zip(self.places, send, strict=True)]
+
+    def read(self, out: Tensor, receive: _Parts) -> None:
+        """Read the other ranks' data."""
+        address, place = out.data_ptr(), self.got.data_ptr() + HEAD
+        for rank, (first, length) in enumerate(receive):
+            if length and rank != self.rank:
+                ctypes.memmove(address + first, place + rank * self.width, length)
+
+    def heads(self) -> list[tuple[int, int]]:
+        """Every rank's head, and whether its data is too long to be here."""
+        return [_HEAD.unpack_from(self.heads_got, first) for first, _ in self.places]
+
+
 class TorchGroup(GroupTransport):
     """An axis with a group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 
@@ -229,21 +280,8 @@ class TorchGroup(GroupTransport):
         """`all_to_all_single`, or messages between pairs of few ranks."""
         width = flat.dtype.itemsize
         out = self.room(flat, [sum(receive)] if shape is None else shape)
-        parts = _bytes(flat).split([n * width for n in send])
-        wanted = _bytes(out).split([n * width for n in receive])
-
-        def fill(data: Tensor) -> list[int]:
-            for row, part in zip(data, parts, strict=True):
-                row[: part.numel()] = part
-            return [n * width for n in send]
-
-        post = partial(self._post, parts, wanted) if self._in_pairs(flat) else None
-        short = max(*send, *receive) * width <= self._inline()
-        got = self._agree(send, receive, fill if short else None, post)
-        if got is not None:
-            for row, part in zip(got, wanted, strict=True):
-                part.copy_(row[: part.numel()])
-        elif post is None:
+        parts = _parts(send, width), _parts(receive, width)
+        if not self._deliver(flat, out, *parts, counts=(send, receive)):
             wide = width // sent_as(flat.dtype).itemsize
             lengths = [n * wide for n in receive], [n * wide for n in send]
             sent = flat_memory(with_memory(flat))
@@ -254,18 +292,16 @@ class TorchGroup(GroupTransport):
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
     ) -> Tensor:
         """`all_gather_single` where all lengths are equal; backends have no ragged form of it."""
-        size, pairs = self.axis.size, self._in_pairs(flat)
-        short = flat.numel() * flat.dtype.itemsize <= DIRECT
-        if (not even and len(set(counts)) > 1) or (short and not pairs and self._on_gloo(flat)):
+        size, nbytes = self.axis.size, flat.numel() * flat.dtype.itemsize
+        short = nbytes <= DIRECT
+        if (not even and len(set(counts)) > 1) or (
+            short and self._on_gloo(flat) and not self._in_pairs(flat)
+        ):
             return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
+        parts = [(0, nbytes)] * size, [(rank * nbytes, nbytes) for rank in range(size)]
         # Between two ranks as in a ring, which sends less between hosts of many.
-        directly = pairs and (short or size == 2)
-        post = partial(self._post, [_bytes(flat)] * size, _bytes(out).chunk(size)) if directly else None
-        got = self._agree_with(flat, post=post)
-        if got is not None:
-            _bytes(out).view(got.shape).copy_(got)
-        elif post is None:
+        if not self._deliver(flat, out, *parts, directly=short or size == 2):
             _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
@@ -278,7 +314,7 @@ class TorchGroup(GroupTransport):
         """
         if self._on_gloo(flat) or flat.dtype not in CARRIED or (not even and len(set(counts)) > 1):
             return super().sum_and_scatter(flat, counts, shape, even=even)
-        self._agree()
+        self._agree(self.take_check())
         out = self.room(flat, shape)
         _reduce_scatter(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
@@ -293,9 +329,9 @@ class TorchGroup(GroupTransport):
             return parts.sum(0, dtype=x.dtype)
         if self._on_gloo(x) and nbytes <= DIRECT:
             return super().sum(x)
-        got = self._agree_with(as_flat(x))
-        if got is not None:
-            return _as(got, x).sum(0, dtype=x.dtype)
+        rows = self._sent_with_check(x)
+        if rows is not None:
+            return rows.sum(0, dtype=x.dtype)
         out = self.copy(x)
         dist.all_reduce(flat_memory(out), group=self.axis.group)
         return out
@@ -304,27 +340,21 @@ class TorchGroup(GroupTransport):
         """`reduce`."""
         if x.dtype not in CARRIED:
             return super().sum_at(x, root)
-        at_root = self.axis.rank == root
-        got = self._agree_with(as_flat(x), to=root)
-        if got is not None:
-            return _as(got, x).sum(0, dtype=x.dtype) if at_root else x.new_zeros(x.shape)
+        rows = self._sent_with_check(x, root)
+        if rows is not None:
+            return rows.sum(0, dtype=x.dtype)
         out = self.copy(x)
         dist.reduce(flat_memory(out), group_dst=root, group=self.axis.group)
         # Backends leave partial sums on the other ranks.
-        return out if at_root else out.zero_()
+        return out if self.axis.rank == root else out.zero_()
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
         """`broadcast`, or messages from the root to few ranks."""
-        rank, size, post = self.axis.rank, self.axis.size, None
+        rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
         out = self.copy(x) if rank == root else self.room(x, x.shape)
-        whole = _bytes(out)
-        if self._in_pairs(x) and (size == 2 or len(whole) <= DIRECT):
-            wanted = [whole if source == root else whole[:0] for source in range(size)]
-            post = partial(self._post, [whole if rank == root else whole[:0]] * size, wanted)
-        got = self._agree_with(as_flat(x), to=None if rank == root else rank, post=post)
-        if got is not None:
-            whole.copy_(got[root])
-        elif post is None:
+        send = [(0, nbytes if rank == root != to else 0) for to in range(size)]
+        receive = [(0, nbytes if source == root != rank else 0) for source in range(size)]
+        if not self._deliver(out, out, send, receive, directly=size == 2 or nbytes <= DIRECT):
             dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
         return out
 
@@ -352,16 +382,16 @@ class TorchGroup(GroupTransport):
 
     def compare(self) -> None:
         """Compare the calls only."""
-        self._agree()
+        self._agree(self.take_check())
 
     def _in_pairs(self, x: Tensor) -> bool:
         """Whether messages between pairs of ranks are the fastest way to send an operand: on Gloo itself."""
         return self.axis.size <= PAIRS and x.is_cpu and calls_of(self.axis.group).gloo
 
     def _post(
-        self, send: Sequence[Tensor], receive: Sequence[Tensor], call: tuple[int, int] | None = None
+        self, sent: Tensor, got: Tensor, send: _Parts, receive: _Parts, call: tuple[int, int] | None = None
     ) -> list[dist.Work]:
-        """Exchange bytes with every rank; Gloo's own collectives copy more, or wait for a neighbour at each step.
+        """Exchange bytes with every other rank; Gloo's own collectives copy more, or wait for a neighbour at each step.
 
         What is sent before the calls were compared has the digest and number of the call in its tag. Gloo sends a
         message when the receiver has asked for its tag: nothing arrives where another call or length is expected.
@@ -369,11 +399,12 @@ class TorchGroup(GroupTransport):
         rank, size, group = self.axis.rank, self.axis.size, self.axis.group
         works = []
         for to, source in (((rank + step) % size, (rank - step) % size) for step in range(1, size)):
-            if length := receive[source].numel():
-                works.append(group.recv([receive[source]], source, _tag(call, length)))
-            if length := send[to].numel():
-                works.append(group.send([send[to]], to, _tag(call, length)))
-        receive[rank][: send[rank].numel()] = send[rank]
+            first, length = receive[source]
+            if length:
+                works.append(group.recv([got[first : first + length]], source, _tag(call, length)))
+            first, length = send[to]
+            if length:
+                works.append(group.send([sent[first : first + length]], to, _tag(call, length)))
         return works
 
     def _inline(self) -> int:
@@ -384,54 +415,85 @@ class TorchGroup(GroupTransport):
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
         return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
 
-    def _agree_with(self, flat: Tensor, to: int | None = None, post: _Post | None = None) -> Tensor | None:
-        """Compare the ranks' calls, and send a dense operand with the check, to all or one rank, if it is short.
+    def _sent_with_check(self, x: Tensor, root: int | None = None) -> Tensor | None:
+        """Compare the ranks' calls, and send all ranks, or one, a tensor that is short enough to go with the check.
 
         Returns:
-            The bytes of every rank's operand, one row each; None if it was not sent, or by `post`.
+            Every rank's tensor, on other ranks than the root none; None: it was not sent.
         """
-        ranks, length = self.axis.size, flat.numel() * flat.dtype.itemsize
+        size, nbytes = self.axis.size, x.numel() * x.dtype.itemsize
+        if nbytes > self._inline():
+            self._agree(self.take_check())
+            return None
+        here = root in (None, self.axis.rank)
+        rows = self.room(x, (size if here else 0, *x.shape))
+        send = [(0, nbytes if root in (None, to) else 0) for to in range(size)]
+        receive = [(source * nbytes, nbytes if here else 0) for source in range(size)]
+        return rows if self._deliver(as_flat(x), rows, send, receive) else None
 
-        def fill(data: Tensor) -> list[int]:
-            data[slice(None) if to is None else to, :length] = _bytes(flat)
-            return [length if to in (None, rank) else 0 for rank in range(ranks)]
+    def _deliver(
+        self,
+        flat: Tensor,
+        out: Tensor,
+        send: _Parts,
+        receive: _Parts,
+        *,
+        counts: tuple[Counts, Counts] = ((), ()),
+        directly: bool = True,
+    ) -> bool:
+        """Compare the ranks' calls, and their `counts`, and send the parts where messages are the fastest way.
 
-        got = self._agree(fill=fill if length <= self._inline() else None, post=post)
-        return None if got is None else got[:, :length]
+        That is with the check if they are short, or in pairs of ranks, if these are few and `directly` says so.
+
+        Returns:
+            Whether the result is there; if not, the caller calls a collective.
+        """
+        call_check, begin = self.take_check(), None
+        data = with_memory(flat), out, send, receive
+        if directly and self._in_pairs(flat):
+            call = None if call_check is None else (call_check.digest, call_check.calls.number)
+            begin = lambda: self._post(bytes_of(data[0]), bytes_of(out), send, receive, call)  # noqa: E731
+        return self._agree(call_check, counts, data, begin)
 
     def _agree(
         self,
-        send: Sequence[int] = (),
-        receive: Sequence[int] = (),
-        fill: _Fill | None = None,
-        post: _Post | None = None,
-    ) -> Tensor | None:
-        """Compare the ranks' calls and counts (if these are to be compared), before the first primitive of the call.
+        call_check: OpCallCheck | None,
+        counts: tuple[Counts, Counts] = ((), ()),
+        data: _Data | None = None,
+        begin: Callable[[], list[dist.Work]] | None = None,
+    ) -> bool:
+        """Compare the ranks' calls and counts, before the first primitive of the call.
 
-        `fill` writes the data for each rank into a row of a tensor, and returns the numbers of bytes; None: it is too
-        long. `post` sends it then, without waiting for the comparison; None: the caller does, afterwards.
+        Short data is sent with the check; `begin` sends longer data without waiting for the comparison.
 
         Returns:
-            The data from each rank, if no rank's was too long; None: it has to be sent, or was by `post`.
+            Whether the data was sent.
         """
-        call_check, data, works = self.take_check(), None, list[dist.Work]()
-        if call_check is not None and post is not None:
-            post = partial(post, call=(call_check.digest, call_check.calls.number))
+        works, done = list[dist.Work](), False
+        checksum = balance(self.axis.rank, *counts) if any(counts) else 0
         if call_check is not None and not call_check.deferred:
             bits = call_check.digest & ~FLAGS
-            head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
-            heads, data, works = self._meet(head, fill, post)
+            memory, works = self._meet(signed(bits + checksum) | call_check.flags, data, begin)
+            heads, long = zip(*memory.heads(), strict=True)
             if not agreed(heads, bits):
                 raise call_check.refusal(self._words(call_check.said()))
             if len({head & FLAGS for head in heads}) > 1:
                 call_check.peer_flags = [head & FLAGS for head in heads]
+            if data is not None and not any(long):
+                memory.read(data[1], data[3])
+                done = True
+            call_check.calls.first_messages.append(memory)
         elif call_check is not None:
             from gradmesh.transport.deferred_check import note
 
-            note(self.axis, call_check, balance(self.axis.rank, send, receive) if send or receive else 0)
-        if data is None and post is not None:
-            _wait(works or post())
-        return data
+            note(self.axis, call_check, checksum)
+        if begin is not None and not done:
+            works, done = works or begin(), True
+        if data is not None and done:
+            (flat, out, send, receive), rank = data, self.axis.rank
+            ctypes.memmove(out.data_ptr() + receive[rank][0], flat.data_ptr() + send[rank][0], send[rank][1])
+        _wait(works)
+        return done
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a digest that matches no other."""
@@ -446,30 +508,30 @@ class TorchGroup(GroupTransport):
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller raises its own error
-            if not agreed(self._meet(own)[0], own):
+            if not agreed([head for head, _ in self._meet(own)[0].heads()], own):
                 self._words(refusal_text(error))
 
     def _meet(
-        self, own: int, fill: _Fill | None = None, post: _Post | None = None
-    ) -> tuple[list[int], Tensor | None, list[dist.Work]]:
-        """Exchange the first message: every rank's head, and its data unless a rank's is too long."""
-        size, group, deferred = self.axis.size, self.axis.group, rank_state().deferred_check
-        first = bytearray((struct.pack("=qq", own, fill is None) + bytes(self._inline())) * size)
-        second, width = bytearray(len(first)), len(first) // size
-        sent, got = (torch.frombuffer(each, dtype=torch.uint8).view(size, -1) for each in (first, second))
-        works: list[dist.Work] = []
-        lengths = [0] * size if fill is None else fill(sent[:, HEAD:])
-        with failed_ranks_named(self.axis), _UNWATCHED if deferred is None else deferred.at_once(group):
-            if self._in_pairs(sent):
-                rows = [sent[rank, : HEAD + length] for rank, length in enumerate(lengths)]
-                meeting = self._post(rows, got.unbind())
-                if fill is None and post is not None:
-                    works = post()
+        self, own: int, data: _Data | None = None, begin: Callable[[], list[dist.Work]] | None = None
+    ) -> tuple[_FirstMessages, list[dist.Work]]:
+        """Exchange the first messages, with this rank's data if it is short; `begin` sends it otherwise."""
+        axis, deferred = self.axis, rank_state().deferred_check
+        room, calls, works = self._inline(), calls_of(axis.group), list[dist.Work]()
+        try:
+            memory = calls.first_messages.pop()
+        except IndexError:
+            memory = _FirstMessages(axis.rank, axis.size, room)
+        short = data is not None and data[0].is_cpu and max(n for _, n in (*data[2], *data[3])) <= room
+        parts = memory.write(own, *(data[0], data[2]) if data is not None and short else (None, ()))
+        with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis.group):
+            if calls.gloo and axis.size <= PAIRS:
+                meeting = self._post(memory.sent, memory.got, parts, memory.places)
+                if begin is not None and not short:
+                    works = begin()
                 _wait(meeting)
             else:
-                dist.all_to_all_single(got, sent, group=group)
-        heads = [struct.unpack_from("=qq", second, at) for at in range(0, len(second), width)]
-        return [head for head, _ in heads], None if any(long for _, long in heads) else got[:, HEAD:], works
+                dist.all_to_all_single(memory.got, memory.sent, group=axis.group)
+        return memory, works
 
     def _words(self, own: str) -> list[str]:
         """Every rank's text.
@@ -494,16 +556,6 @@ def _wait(works: Sequence[dist.Work]) -> None:
 def _tag(call: tuple[int, int] | None, length: int) -> int:
     """The tag of a message: of one call and length, but for one in 2**31, or of the messages without a call."""
     return _PART if call is None else _PART + 1 + hash((*call, length)) % (2**31 - _PART - 1)
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    """The memory of a dense tensor."""
-    return bytes_of(with_memory(flat))
-
-
-def _as(rows: Tensor, x: Tensor) -> Tensor:
-    """Rows of bytes as tensors of the dtype and shape of another one."""
-    return rows.contiguous().view(x.dtype).view(len(rows), *x.shape)
 
 
 class OwnGroupTransport(GroupTransport):

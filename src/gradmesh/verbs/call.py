@@ -551,13 +551,7 @@ def _shown(value: object) -> str:
 
 
 def neighbors(
-    x: Tensor,
-    axis: Axis,
-    dim: int,
-    rows: RowsByRank,
-    amounts: CountsByRank,
-    fail: Fail,
-    **precision: Any,
+    x: Tensor, axis: Axis, dim: int, rows: RowsByRank, amounts: CountsByRank, fail: Fail, **precision: Any
 ) -> NeighborAllToAll:
     """The op for the index of the rows for each rank, and the number of rows from each rank."""
     if not isinstance(rows, Mapping) or not isinstance(amounts, Mapping):

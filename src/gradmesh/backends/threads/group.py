@@ -17,15 +17,7 @@ from typing_extensions import override
 
 from gradmesh._torch.threads import of_thread
 from gradmesh._util.call_sites import ORIGINS, call_site, origin
-from gradmesh.backends.own_group import (
-    CallCheck,
-    Done,
-    OwnGroup,
-    OwnWork,
-    Tensors,
-    promised,
-    reduction,
-)
+from gradmesh.backends.own_group import CallCheck, Done, OwnGroup, OwnWork, Tensors, promised, reduction
 from gradmesh.backends.threads import rendezvous
 from gradmesh.backends.threads.rendezvous import Contribution, Exchange, Group, Receive, Waitable
 from gradmesh.errors import MismatchError

@@ -12,8 +12,9 @@ from torch import Tensor
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding, listed
 from gradmesh.checker.judging.origins import reaches, revived
-from gradmesh.checker.judging.parameters import Got, behind, copies_of, in_double, near, ratio_of, tolerance
+from gradmesh.checker.judging.parameters import Got, behind, copies_of, near, ratio_of, tolerance
 from gradmesh.checker.trace import Called, Op, Saved, Sent, refs
+from gradmesh.verify.laws import as_real
 
 
 def upstream(context: Context, tensors: Sequence[Tensor], wrong: Sequence[Got]) -> list[str]:
@@ -391,7 +392,7 @@ def _is_one(ratio: float | None) -> bool:
 def _form(given: list[Tensor], true: list[Tensor], copies: Sequence[Sequence[int]]) -> _Form:
     """How gradients are to the true ones, on ranks of which some have copies of the tensor."""
     tol = max(tolerance(x) for x in given)
-    given, true = [in_double(x) for x in given], [in_double(x) for x in true]
+    given, true = [as_real(x) for x in given], [as_real(x) for x in true]
     one = torch.cat([x.flatten() for x in given])
     parts = ratio_of(one, torch.cat([x.flatten() for x in true]), tol)
     whole = None
@@ -505,8 +506,8 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
 
     def alike(candidate: list[Tensor]) -> bool:
         tol = max(tolerance(x) for x in gave)
-        one = torch.cat([in_double(x).flatten() for x in gave])
-        other = torch.cat([in_double(x).flatten() for x in candidate])
+        one = torch.cat([as_real(x).flatten() for x in gave])
+        other = torch.cat([as_real(x).flatten() for x in candidate])
         ratio = ratio_of(one, other, tol)
         return ratio is not None and abs(ratio - 1) < 0.01
 

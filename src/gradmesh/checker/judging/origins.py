@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradmesh.checker.judging.context import Context
-from gradmesh.checker.judging.parameters import Got, in_double, near, ratio_of, tolerance
+from gradmesh.checker.judging.parameters import Got, near, ratio_of, tolerance
 from gradmesh.checker.replay import Rank, UnfaithfulError, results_of_operator, run_again
 from gradmesh.checker.trace import MOVES, Alias, Called, Event, Op, Over, Ref, Sent, makes, refs
+from gradmesh.verify.laws import as_real
 
 
 @dataclass(slots=True)
@@ -240,14 +241,14 @@ def _is_explained(got: Got, had: Sequence[Tensor | None], through: Sequence[Tens
     """Whether optimizers were given what the program had, which is the true gradient once the parts are summed."""
     tol = tolerance(got.parts[0].param.value)
     known = [x for x in had if x is not None]
-    parts = [torch.zeros_like(got.true) if x is None else in_double(x) for x in through]
+    parts = [torch.zeros_like(got.true) if x is None else as_real(x) for x in through]
     if len(known) < len(had) or not any(bool(x.any()) for x in parts):
         return False
-    for part, own, through_own in zip(got.parts, map(in_double, known), parts, strict=True):
+    for part, own, through_own in zip(got.parts, map(as_real, known), parts, strict=True):
         given = part.param.grad
         if given is None or part.param.changed or given.shape != part.param.value.shape:
             return False
-        if ratio_of(in_double(given), own, tol) is None:
+        if ratio_of(as_real(given), own, tol) is None:
             return False
         if near(own, got.true, tol) or not near(own - through_own + sum(parts), got.true, 10 * tol):
             return False

@@ -31,6 +31,7 @@ from gradmesh.checker.trace import (
     nameless,
     refs,
 )
+from gradmesh.verify.laws import as_real
 
 T = TypeVar("T")
 
@@ -193,11 +194,6 @@ def truth_of(again: Again) -> Truth | None:
     for (at, number, _), gradient in zip(flat, found, strict=True):
         gradients[at][number] = gradient
     return Truth(objective, len({group for group in classes if group}), classes, gradients, unclear)
-
-
-def in_double(x: Tensor) -> Tensor:
-    """A tensor in double precision; a complex one with another dim for its two parts."""
-    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()
 
 
 def near(a: Tensor, b: Tensor, rtol: float) -> bool:
@@ -676,7 +672,7 @@ def _compared(
     noise: float,
 ) -> Got:
     tol = tolerance(group[0].param.value)
-    true, given, trues = in_double(true), [in_double(x) for x in given], [in_double(x) for x in trues]
+    true, given, trues = as_real(true), [as_real(x) for x in given], [as_real(x) for x in trues]
     if not all(bool(x.isfinite().all()) for x in (true, *given, *trues)):
         return Got(name, group, true, given, 0.0, "infinite")
     # Where the ranks' parts take each other away, as in front of a batch norm, what remains is their rounding.

@@ -15,19 +15,11 @@ from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, listed, with_text
 from gradmesh.checker.judging.functions import upstream
 from gradmesh.checker.judging.origins import parting
-from gradmesh.checker.judging.parameters import (
-    Got,
-    Scales,
-    Segment,
-    in_double,
-    is_sum,
-    near,
-    ratio_of,
-    tolerance,
-)
+from gradmesh.checker.judging.parameters import Got, Scales, Segment, is_sum, near, ratio_of, tolerance
 from gradmesh.checker.judging.values import is_same_data
 from gradmesh.checker.replay import scale_of
 from gradmesh.checker.trace import Hooked, Op, ProgramInput, Root, Scaled, Sent, Tape, is_mean, refs
+from gradmesh.verify.laws import as_real
 
 _NEAR = 5e-3
 
@@ -308,7 +300,7 @@ def _apart(context: Context, got: Got) -> Finding:
     own = [
         ratio_of(given, true, tol) if true.shape == given.shape else None
         for given, true in (
-            (given, zero if part.true is None else in_double(part.true))
+            (given, zero if part.true is None else as_real(part.true))
             for given, part in zip(got.got, got.parts, strict=False)
         )
     ]
@@ -426,7 +418,7 @@ def miscounted_norms(context: Context) -> list[Finding]:
     ] = []  # name, by rank, whether the ranks have other entries
     for got in context.got:
         own = {
-            part.rank: float(in_double(part.param.grad).square().sum())
+            part.rank: float(as_real(part.param.grad).square().sum())
             for part in got.parts
             if part.param.grad is not None
             and {got.name, *(f"#{number}" for number in part.ids)} & scaled[part.rank].keys()

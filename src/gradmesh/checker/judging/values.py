@@ -13,15 +13,7 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, listed, with_text
-from gradmesh.checker.judging.parameters import (
-    Got,
-    Segment,
-    copies_of,
-    grouped,
-    in_double,
-    is_sum,
-    near,
-)
+from gradmesh.checker.judging.parameters import Got, Segment, copies_of, grouped, is_sum, near
 from gradmesh.checker.trace import (
     MOVES,
     Annotation,
@@ -37,6 +29,7 @@ from gradmesh.checker.trace import (
     makes,
     refs,
 )
+from gradmesh.verify.laws import as_real
 
 
 def never_same(context: Context) -> list[Finding]:
@@ -263,12 +256,7 @@ def masks(context: Context) -> list[Finding]:
         leaves = {e.id for e in context.events(rank) if isinstance(e, ProgramInput) and e.leaf}
         own: dict[tuple[str, str, int], _Masked] = {}
         for event in context.events(rank):
-            if not isinstance(event, Op) or event.base not in (
-                "mul",
-                "mul_",
-                "masked_fill",
-                "where",
-            ):
+            if not isinstance(event, Op) or event.base not in ("mul", "mul_", "masked_fill", "where"):
                 continue
             taken = refs(event)
             mask = next((masks[n] for n in taken if n in masks), None)
@@ -1106,5 +1094,5 @@ def brought_together(tapes: Sequence[Tape | None]) -> tuple[bool, bool, list[Fin
 
 def _spread(values: Sequence[Tensor]) -> float:
     """How far ranks' values are from their mean."""
-    every = torch.stack([in_double(x.detach()) for x in values])
+    every = torch.stack([as_real(x.detach()) for x in values])
     return float((every - every.mean(0)).norm())
