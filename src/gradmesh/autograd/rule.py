@@ -424,12 +424,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        _: Any,
-        in_dims: tuple[int | None, ...],
-        op: Op,
-        x: Tensor,
-        token: Tensor,
-        call: CallRecord,
+        _: Any, in_dims: tuple[int | None, ...], op: Op, x: Tensor, token: Tensor, call: CallRecord
     ) -> Any:
         dim = in_dims[1]
         if dim is None:  # only the token's gradient is batched

@@ -56,12 +56,7 @@ from gradmesh.backends.own_group import (
     timed_out_text,
     timeout_of_group,
 )
-from gradmesh.errors import (
-    AbortedError,
-    ArgumentError,
-    DeadlockError,
-    MissingExtraError,
-)
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MissingExtraError
 
 __all__ = ["MpiGroup", "create", "launched", "rendezvous"]
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import convert_parameters
@@ -195,6 +195,7 @@ def watched(
         register_optimizer_step_post_hook(watcher.after_step),
     )
     autograd, function = torch.autograd, torch.autograd.Function
+    pipelines: Any = sys.modules.get("torch.distributed.pipelining.stage", graph)
     ddp, disable = DistributedDataParallel, graph.disable_saved_tensors_hooks
     hooked = saved_tensors_hooks(watcher.saves, lambda x: x)
 
@@ -224,6 +225,12 @@ def watched(
                     watcher.accumulated(Tensor.register_post_accumulate_grad_hook),
                 ),
                 (graph, "disable_saved_tensors_hooks", without),
+                # Pipelines of torch 2.15 keep the edge of an output, and begin there.
+                *(
+                    (holder, "get_gradient_edge", watcher.edge_of(graph.get_gradient_edge))
+                    for holder in {graph, pipelines}
+                    if hasattr(holder, "get_gradient_edge")
+                ),
             ),
             annotated(recorder.tape, recorder.site, recorder.unseen),
             hooked,
@@ -272,6 +279,8 @@ class _Watcher:
         """those of that step."""
         self._written: dict[int, tuple[int, Any]] = {}
         """The parameters that a step of the program's own has not written to so far, by their addresses."""
+        self._edges: dict[tuple[Any, int], Tensor] = {}
+        """The tensors of the gradient edges that the program has got since the last step."""
         self.optimizers = Optimizers(recorder)
         self.samplers = Samplers(recorder.tape, recorder.site, second_epoch)
 
@@ -434,7 +443,7 @@ class _Watcher:
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            roots = self._ends_of(tensors)
             given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
             if not to.backward and not to.quiet:
                 self._ends()
@@ -460,7 +469,7 @@ class _Watcher:
 
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
-            wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            wanted = [inputs] if isinstance(inputs, Tensor | GradientEdge) else list(inputs)
             leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
             if not (leaves or to.has_optimizer or to.quiet):  # what is asked for may be all there is to train
                 ran = (e for e in self._tape.events if isinstance(e, Op) and e.name != "aten.detach.default")
@@ -471,7 +480,7 @@ class _Watcher:
                 self._ends()
             outer = not to.backward and not builds and leaves and not to.quiet
             if outer:
-                roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+                roots = self._ends_of(outputs)
                 given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
                 self._root(roots, given)
             to.backward += not builds
@@ -493,20 +502,38 @@ class _Watcher:
         if not self._to.quiet:
             self._transformed = self._to.site()
 
-    def _root(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
+    def edge_of(self, original: Any) -> Any:
+        """`torch.autograd.graph.get_gradient_edge`: a backward may begin at an edge whose tensor is gone."""
+
+        def get_gradient_edge(tensor: Any) -> Any:
+            edge = original(tensor)
+            if not self._to.quiet:
+                self._edges[edge.node, edge.output_nr] = tensor
+            return edge
+
+        return get_gradient_edge
+
+    def _ends_of(self, given: Any) -> list[Tensor | None]:
+        """The tensors at which a backward begins; None: that of an edge which is not known."""
+        every = [given] if isinstance(given, Tensor | GradientEdge) else list(given)
+        return [self._edges.get((x[0], x[1])) if isinstance(x, GradientEdge) else x for x in every]
+
+    def _root(self, roots: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         to = self._to
         if to.stepping:
             return  # the closure is called again
         to.backward_begins()
         site = to.site()
         for at, x in enumerate(roots):
-            local = local_part(x)
+            local = x if x is None else local_part(x)
             weight = given[at] if at < len(given) else None
-            number = to.id_of(local)
-            if number is None and local.is_leaf:  # the end of a chain of calls, on a rank without a loss
+            number = None if local is None else to.id_of(local)
+            if (
+                number is None and local is not None and local.is_leaf
+            ):  # the end of a chain of calls, on a rank without a loss
                 to.constant(local)
                 number = to.id_of(local)
-            if number is None:
+            if number is None or local is None:
                 self._tape.events.append(Lost("a backward begins at what was not followed", site))
                 continue
             passed = weight is not None and to.was_received(weight)
@@ -738,7 +765,7 @@ class _Watcher:
         self._step.taken, self._step.modes = taken, to.modules.modes()
         self._step.transformed, self._transformed = (-1 if to.roots else self._transformed), -1
         self._tape.events.append(self._step)
-        self._asked, self._returned, self._written = self._returned, {}, {}
+        self._asked, self._returned, self._written, self._edges = self._returned, {}, {}, {}
 
     def _counted(self, optimizer: int, steps: float = 1.0) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0.0) + steps

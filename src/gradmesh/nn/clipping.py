@@ -432,12 +432,7 @@ def _checked(call: _Call, held: list[_Part]) -> list[_Part]:
 
 
 def _norm(
-    call: _Call,
-    signature: str,
-    held: list[_Part],
-    p: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
+    call: _Call, signature: str, held: list[_Part], p: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
     """The norm of all ranks' shards, in float64 if one is in double precision, else in float32."""
     with call.aborting():

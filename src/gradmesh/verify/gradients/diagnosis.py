@@ -490,11 +490,7 @@ def _suspect(found: Found, why: str, fixes: bool) -> Suspect:
 
 
 def _refine(
-    diagnosis: Diagnosis,
-    fixes: list[_Fix],
-    trials: list[Trials],
-    ranks: int,
-    rows: Sequence[int] | None,
+    diagnosis: Diagnosis, fixes: list[_Fix], trials: list[Trials], ranks: int, rows: Sequence[int] | None
 ) -> None:
     """Refine the hypothesis using the changes that fix the gradients."""
     best = fixes[0]
@@ -539,9 +535,7 @@ def _by_factor(diagnosis: Diagnosis, factors: list[float], ranks: int, rows: Seq
     for weights in ([1 / each for each in share], share):
         if weights and all(abs(a - b) < 1e-4 for a, b in zip(weights, faults, strict=True)):
             _set(
-                diagnosis,
-                MEANS,
-                f"{what}; these factors follow from the numbers of rows {list(rows or [])}",
+                diagnosis, MEANS, f"{what}; these factors follow from the numbers of rows {list(rows or [])}"
             )
             return
     _set(diagnosis, TERM, what)
