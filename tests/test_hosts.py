@@ -120,6 +120,7 @@ def test_random_calls_over_hosts_are_those_of_one_process(seed: int, ranks: int,
         assert f"calls is right on rank {rank}" in printed, errors
 
 
+@pytest.mark.timed  # the other ranks have 1.5 s to say that they are there
 @pytest.mark.parametrize(("numbers", "after"), [("10", "0"), ("100000", "0"), ("20000000", "0.5")])
 def test_a_rank_that_is_killed_is_named_on_every_host(numbers: str, after: str) -> None:
     outcomes = started(4, 2, ("lost",), LOST="3", NUMBERS=numbers, AFTER=after)
@@ -133,6 +134,7 @@ def test_ranks_go_on_after_the_rank_with_the_store_has_ended() -> None:
         assert "without_store is right" in printed, errors
 
 
+@pytest.mark.timed
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_two_hosts_with_two_ranks_each_take_the_backend_and_one_that_is_lost_is_named() -> None:
     with Hosts(2, delay=1) as hosts:
