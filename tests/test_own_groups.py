@@ -64,6 +64,27 @@ def test_a_list_of_tensors_of_any_shape_is_gathered_from_every_rank(ranks: Run) 
                     assert torch.equal(of_rank[i], data(10 * rank + i, *shape))
 
 
+@pytest.mark.parametrize("root", [-1, W, W + 4])
+def test_a_root_outside_of_the_group_is_refused_on_every_rank(root: int, ranks: Run) -> None:
+    def work() -> list[str]:
+        x, before = torch.full((3,), float(dist.get_rank())), torch.full((3,), float(dist.get_rank()))
+        said = [
+            error_of(lambda: dist.broadcast(x, group_src=root)),
+            error_of(lambda: dist.reduce(x, group_dst=root)),
+            error_of(lambda: dist.gather(x, group_dst=root)),
+            error_of(lambda: dist.scatter(x, group_src=root)),
+        ]
+        assert torch.equal(x, before)
+        dist.all_reduce(x)  # the group goes on
+        assert x.tolist() == 3 * [float(sum(range(W)))]
+        return said
+
+    for said in ranks(work):
+        for text in said:
+            assert text.startswith("ArgumentError: gradmesh: the root is not a rank of the group")
+            assert f"got       {root}\n" in text
+
+
 @pytest.mark.filterwarnings(
     "ignore:.torch.distributed.all_gather_coalesced. will be deprecated:FutureWarning"
 )

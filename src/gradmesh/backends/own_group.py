@@ -522,6 +522,19 @@ class PythonGroup(TorchNames):
         """Leave the group immediately."""
         self.shutdown()
 
+    def _root(self, opts: Any) -> int:
+        """The root of a call."""
+        root: int = opts.rootRank
+        if not 0 <= root < self.count:
+            raise ArgumentError.of(
+                "the root is not a rank of the group",
+                axis=self.shown(),
+                expected=f"a rank of the group, 0 to {self.count - 1}",
+                got=f"{root}",
+                remedy="pass a global rank as src or dst, or a rank of the group as group_src or group_dst",
+            )
+        return root
+
     # -- splitting tensors
 
     def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
@@ -671,7 +684,7 @@ class FlatGroup(PythonGroup):
 
     @override
     def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
-        op, root = reduction(opts, self.backend), opts.rootRank
+        op, root = reduction(opts, self.backend), self._root(opts)
         shown = Shown(f"reduce({op.lower()}, root {root})", tensors)
         after = Results(self)
         flat = after.flat(tensors[0], keep=True)
@@ -721,7 +734,7 @@ class FlatGroup(PythonGroup):
 
     @override
     def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        root = opts.rootRank
+        root = self._root(opts)
         shown = Shown(f"broadcast(root {root})", tensors)
         calls, after = [], Results(self)
         for tensor in tensors:
@@ -756,7 +769,7 @@ class FlatGroup(PythonGroup):
 
     @override
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
-        root, given = opts.rootRank, inputs[0]
+        root, given = self._root(opts), inputs[0]
         after, flat = Results(self), operand(given, self)
         nothing = flat[:0]
         taken = [nothing] * self.count
@@ -771,7 +784,7 @@ class FlatGroup(PythonGroup):
 
     @override
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
-        root, output = opts.rootRank, outputs[0]
+        root, output = self._root(opts), outputs[0]
         after = Results(self)
         out = after.flat(output)
         nothing = out[:0]

@@ -223,9 +223,9 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
-        op = reduction(opts, self.backend)
-        kernel = functools.partial(rendezvous.reduce, op=op, root=opts.rootRank)
-        return self._post(f"reduce({op.lower()}, root {opts.rootRank})", kernel, tensors, tensors)
+        op, root = reduction(opts, self.backend), self._root(opts)
+        kernel = functools.partial(rendezvous.reduce, op=op, root=root)
+        return self._post(f"reduce({op.lower()}, root {root})", kernel, tensors, tensors)
 
     @override
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
@@ -255,7 +255,7 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        root = opts.rootRank
+        root = self._root(opts)
         at_root = self.place == root
         pieces = [
             Exchange(
@@ -280,7 +280,7 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
-        root = opts.rootRank
+        root = self._root(opts)
         taken: Sequence[Tensor | None] = [None] * self.count
         if self.place == root:
             taken = self._one_per_rank("gather", outputs[0])
@@ -291,7 +291,7 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
-        root = opts.rootRank
+        root = self._root(opts)
         given: Sequence[Tensor | None] = [None] * self.count
         if self.place == root:
             given = self._one_per_rank("scatter", inputs[0])
