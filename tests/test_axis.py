@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -149,20 +150,26 @@ def other_calls_during_a_barrier() -> tuple[str, list[list[str]], float]:
     def verb() -> None:
         gm.all_reduce(torch.ones(3), dst=gm.R)
 
+    def posted() -> int:
+        world: Any = dist.group.WORLD
+        return world._get_sequence_number_for_group()
+
+    def after_the_other(before: int, call: Callable[[], object]) -> str:
+        deadline = time.monotonic() + 60
+        while posted() == before:
+            assert time.monotonic() < deadline, "the other thread makes no call"
+            time.sleep(0.001)
+        return outcome(call)
+
     one = outcome(gm.barrier if gm.rank() == 0 else verb)
     two: list[list[str]] = []
     for _ in range(5):
         found: list[str] = []
-        other = threading.Thread(target=lambda found=found: found.append(outcome(verb)))
-        if gm.rank() == 0:
-            other.start()
-            time.sleep(0.05)
-            found.append(outcome(gm.barrier))
-        else:
-            threading.Timer(0.05, other.start).start()
-            found.append(outcome(gm.barrier))
-            while other.ident is None:
-                time.sleep(0.01)
+        first, second = outcome, functools.partial(after_the_other, posted())
+        in_thread, in_main = (first, second) if gm.rank() == 0 else (second, first)
+        other = threading.Thread(target=lambda found=found, made=in_thread: found.append(made(verb)))
+        other.start()
+        found.append(in_main(gm.barrier))
         other.join()
         two.append(found)
     gm.barrier()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.conftest import Worlds
+from tests.told import Told
 
 W = 3
 Run = Callable[..., list[Any]]
@@ -142,6 +143,7 @@ def test_a_monitored_barrier_waits_for_all(wait_all_ranks: bool, ranks: Run) -> 
     assert max(came for came, _ in times) <= min(left for _, left in times)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("missing", "wait_all_ranks", "named"),
     [([1], False, "Rank 1"), ([1, 2], False, "Rank 1"), ([1, 2], True, "Ranks 1, 2"), ([2], True, "Ranks 2")],
@@ -151,14 +153,19 @@ def test_a_monitored_barrier_names_the_ranks_that_do_not_come(
 ) -> None:
     def work() -> str:
         group: Any = dist.new_group(timeout=datetime.timedelta(seconds=30))
-        if dist.get_rank() in missing:
-            time.sleep(0.3)
-            return ""
-        limit = datetime.timedelta(seconds=0.1)
-        return error_of(lambda: group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks))
+        said = ""
+        if dist.get_rank() not in missing:
+            limit = datetime.timedelta(seconds=1)
+            said = error_of(lambda: group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks))
+            seen[dist.get_rank()].tell()
+        for rank in range(W):
+            if rank not in missing:
+                seen[rank].wait()  # a rank that has returned would be named by itself
+        return said
 
+    seen = [Told() for _ in range(W)]
     said = ranks(work)
-    assert f"{named} failed to pass monitoredBarrier in 100 ms" in said[0]
+    assert f"{named} failed to pass monitoredBarrier in 1000 ms" in said[0]
     assert said[0].startswith("DeadlockError: gradmesh: ")
     for rank in range(1, W):
         if rank not in missing:
@@ -169,11 +176,14 @@ def test_a_monitored_barrier_names_the_ranks_that_do_not_come(
 def test_a_monitored_barrier_without_time_fails_at_once(ranks: Run) -> None:
     def work() -> str:
         group: Any = dist.new_group()
-        if dist.get_rank():
-            time.sleep(0.2)
-            return ""
-        return error_of(lambda: group.monitored_barrier(datetime.timedelta(0)))
+        said = ""
+        if dist.get_rank() == 0:
+            said = error_of(lambda: group.monitored_barrier(datetime.timedelta(0)))
+            seen.tell()
+        seen.wait()
+        return said
 
+    seen = Told()
     assert "Rank 0 timed out in monitoredBarrier after 0 ms" in ranks(work)[0]
 
 

@@ -32,6 +32,7 @@ import gradmesh as gm
 from gradmesh.backends.shm import engine, shared_memory
 from gradmesh.backends.shm.shared_memory import Segment, chunk_bytes, segment_bytes
 from gradmesh.errors import ArgumentError, GradmeshError
+from tests.told import Told
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
 from tools.soak import soak_ranks
 
@@ -200,11 +201,13 @@ def test_wait_takes_a_timeout(ranks: Run) -> None:
 
 def test_receive_from_any_source_reports_the_awaited_ranks(ranks: Run) -> None:
     def work() -> Tried | None:
-        with group(3, seconds=0.5) as trio:
+        tried = None
+        with group(3) as trio:
             if dist.get_rank() == 0:
-                return attempt(lambda: dist.recv(torch.empty(1), group=trio))
-            time.sleep(0.8)
-        return None
+                came = started(dist.irecv(torch.empty(1), group=trio))
+                tried = attempt(lambda: came.wait(datetime.timedelta(seconds=0.5)))
+            dist.barrier()  # until when the others stay in the group
+        return tried
 
     first = ranks(work)[0]
     assert first.error == "DeadlockError"
@@ -424,12 +427,12 @@ def test_a_group_that_one_rank_refuses_is_an_error_on_all_of_them(ranks: Run) ->
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 1:
                 stack.enter_context(mock.patch.dict(os.environ, GRADMESH_SHM_CHUNK="12345"))
-            tried = attempt(lambda: dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=2)))
+            tried = attempt(lambda: dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=30)))
         return tried, total()
 
     for rank, (tried, after) in enumerate(ranks(work)):
         assert tried.error == "ArgumentError" if rank == 1 else tried.error
-        assert tried.seconds < 5
+        assert tried.seconds < 20  # not by the timeout
         assert after == 10
 
 
@@ -530,7 +533,7 @@ def test_calls_that_do_not_fit_together_are_an_error_on_every_rank(name: str, ra
     most, most_say, odd, odd_says = MISFITS[name]
 
     def work() -> tuple[Tried, Tried]:
-        made = dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=3))
+        made = dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=30))
         mine = odd if dist.get_rank() == 2 else most
         tried, after = attempt(lambda: mine(made)), attempt(lambda: [total(made) for _ in range(3)])
         dist.destroy_process_group(made)
@@ -573,7 +576,7 @@ REFUSED: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_impossible_tensor_raises_and_the_group_continues(name: str, ranks: Run) -> None:
     def work() -> tuple[Tried, Tried]:
-        with group(seconds=3) as made:
+        with group() as made:
             return attempt(lambda: REFUSED[name](made)), attempt(lambda: total(made))
 
     for tried, after in ranks(work):
@@ -751,7 +754,7 @@ def test_a_rank_may_send_to_itself(count: int, ranks: Run) -> None:
 def test_large_messages_go_on_while_the_ranks_wait_in_a_collective(same: bool, ranks: Run) -> None:
     def work() -> Any:
         rank = dist.get_rank()
-        with group(2, seconds=5) as made, group(2, seconds=5) as other:
+        with group(2) as made, group(2) as other:
             if rank > 1:
                 return None
             out, x = torch.empty(MIB), torch.ones(1 << 19)
@@ -771,7 +774,7 @@ def test_large_messages_go_on_while_the_ranks_wait_in_a_collective(same: bool, r
 def test_large_collective_progresses_while_a_rank_waits_for_a_message(same: bool, ranks: Run) -> None:
     def work() -> Any:
         rank = dist.get_rank()
-        with group(3, seconds=3) as made, group(3, seconds=3) as other:
+        with group(3) as made, group(3) as other:
             if rank > 2:
                 return None
             x, out = torch.ones(1 << 20), torch.zeros(1)
@@ -810,11 +813,14 @@ def test_a_work_completes_when_the_others_come_without_being_waited_for(count: i
         rank, x = dist.get_rank(), torch.ones(count)
         dist.barrier()
         if rank:
-            time.sleep(0.2)
+            looked.wait()
         under_way = started(dist.all_reduce(x, async_op=True))
         early = under_way.is_completed()
+        if rank == 0:
+            looked.tell()
         return early, poll(under_way), x[-1].item()
 
+    looked = Told()
     got = ranks(work)
     assert got[0][0] is False
     assert [(done, value) for _, done, value in got] == [(True, W)] * W
@@ -835,7 +841,7 @@ def test_coalesced_works_complete_without_being_waited_for(ranks: Run) -> None:
 
 def test_polling_a_work_progresses_the_other_groups(ranks: Run) -> None:
     def work() -> tuple[bool, float]:
-        with group(seconds=5) as first, group(seconds=5) as second:
+        with group() as first, group() as second:
             x, y = torch.ones(1 << 20), torch.ones(3)
             if dist.get_rank():
                 dist.all_reduce(x, group=first)
@@ -843,7 +849,7 @@ def test_polling_a_work_progresses_the_other_groups(ranks: Run) -> None:
                 return True, x[-1].item()
             large = started(dist.all_reduce(x, group=first, async_op=True))
             small = started(dist.all_reduce(y, group=second, async_op=True))
-            done = poll(small, 3)
+            done = poll(small)
             large.wait()
             return done, x[-1].item()
 
@@ -1007,7 +1013,7 @@ def test_inference_tensors_are_written_in_whatever_mode(
 ) -> None:
     def work() -> tuple[Tried, float]:
         rank = dist.get_rank()
-        with group(seconds=5) as made:
+        with group() as made:
             dist.barrier()
             time.sleep(0.05 * ((rank + 1) % W))
             with torch.inference_mode():
@@ -1150,15 +1156,14 @@ def test_a_segment_of_one_rank_needs_no_store() -> None:
 
 
 def test_async_call_progresses_while_its_rank_waits_for_another(ranks: Run) -> None:
-    def work() -> tuple[float, float]:
+    def work() -> float:
         other = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20))
         dist.barrier(group=other)
         x, y = torch.ones(1 << 20), torch.zeros(1 << 20)
-        rank, begin = dist.get_rank(), time.monotonic()
+        rank = dist.get_rank()
         if rank == 0:
             works = [dist.all_reduce(x, async_op=True), dist.irecv(y, 1)]
-            dist.barrier(group=other)  # where the others come after the sum and the message
-            seconds = time.monotonic() - begin
+            dist.barrier(group=other)  # where the others come after the sum and the message, or it times out
             for each in works:
                 started(each).wait()
         else:
@@ -1166,14 +1171,11 @@ def test_async_call_progresses_while_its_rank_waits_for_another(ranks: Run) -> N
             if rank == 1:
                 dist.send(torch.full((1 << 20,), 7.0), 0)
             dist.barrier(group=other)
-            seconds = time.monotonic() - begin
         assert (x == W).all()
         dist.destroy_process_group(other)
-        return seconds, y[-1].item()
+        return y[-1].item()
 
-    outcomes = ranks(work)
-    assert outcomes[0][1] == 7
-    assert all(seconds < 10 for seconds, _ in outcomes)
+    assert ranks(work)[0] == 7
 
 
 def test_two_threads_of_a_rank_may_wait_in_one_group(ranks: Run) -> None:
