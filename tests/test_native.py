@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from gradmesh.backends.shm import data_path
 from gradmesh.backends.shm.data_path import _KIND_OF_SUM, is_native
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.shm.shared_memory import INLINE
+from tests.told import Told
 from tools.native.__main__ import OPTIONS, build, run
 
 ROOT = Path(__file__).parent.parent
@@ -294,23 +296,34 @@ class _StoppedError(Exception):
     pass
 
 
-def interrupted() -> list[str]:
+def interrupted(ended: Told) -> list[str]:
     """Rank 0 is interrupted by a signal while it waits for rank 1; how further calls of both end."""
+    world: Any = dist.group.WORLD
 
     def stop(*_: object) -> None:
         raise _StoppedError
 
+    def send_signal(calls_before: int, deadline: float) -> None:
+        while world._get_sequence_number_for_group() == calls_before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)  # from the count to where the call waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
     x, ends = torch.tensor([1.0]), []
     if dist.get_rank() == 0:
         before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        args = world._get_sequence_number_for_group(), time.monotonic() + 30
+        sends = threading.Thread(target=send_signal, args=args)
+        sends.start()
         try:
             with pytest.raises(_StoppedError):
                 dist.all_reduce(x)
+            sends.join()
         finally:
             signal.signal(signal.SIGALRM, before)
+        ended.tell()
     else:
-        time.sleep(0.5)
+        ended.wait()
     for _ in range(2):
         try:
             dist.all_reduce(x)
@@ -322,7 +335,7 @@ def interrupted() -> list[str]:
 
 def test_an_interrupted_call_aborts_the_group_on_every_rank() -> None:
     with gm.Ranks(2, backend="shm", timeout=60) as pool:
-        first, second = pool.run(interrupted)
+        first, second = pool.run(interrupted, Told())
     assert first == ["AbortedError"] * 2
     # The first one may find what rank 0 had written before.
     assert second[0] in ("AbortedError", "2.0")

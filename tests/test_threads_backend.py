@@ -196,6 +196,7 @@ def test_tensors_are_given_back_after_a_call() -> None:
     assert all(ranks(work))
 
 
+@pytest.mark.timed
 def test_many_ranks_are_practical() -> None:
     def work() -> float:
         x, out = torch.tensor([float(dist.get_rank())]), torch.empty(64)
@@ -215,7 +216,7 @@ def failure(fn: Callable[[], object], nprocs: int = W) -> RankError:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks(fn, nprocs=nprocs)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40  # not by the timeout
     return caught.value
 
 
@@ -333,17 +334,18 @@ def test_two_groups_in_different_orders_are_a_deadlock() -> None:
     assert isinstance(failure(work, nprocs=2).__cause__, DeadlockError)
 
 
+@pytest.mark.timed
 def test_waiting_for_a_rank_that_returned_ends_while_others_still_run() -> None:
     def work() -> None:
         if dist.get_rank() == 0:
             dist.recv(torch.ones(1), 1)
-        elif dist.get_rank() == 2:
-            time.sleep(3)
+        while dist.get_rank() == 2 and time.monotonic() < start + 20:
+            time.sleep(0.05)  # in short sleeps, which end with a thread
 
     start = time.monotonic()
     with pytest.raises(RankError, match="DeadlockError"):
         ranks(work)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_slow_rank_is_not_reported_as_deadlock() -> None:
@@ -357,6 +359,7 @@ def test_slow_rank_is_not_reported_as_deadlock() -> None:
     assert ranks(work) == [3] * W
 
 
+@pytest.mark.timed
 def test_the_timeout_of_a_group_is_honoured() -> None:
     def work() -> None:
         group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.6))
@@ -371,6 +374,7 @@ def test_the_timeout_of_a_group_is_honoured() -> None:
     assert "0.6 s" in str(error)
 
 
+@pytest.mark.timed
 def test_a_failing_rank_wakes_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "GRACE", 30)  # a rank that only looked around now and then would be late
     woken: list[tuple[float, BaseException]] = []
