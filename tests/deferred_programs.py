@@ -21,6 +21,7 @@ import gradmesh as gm
 from gradmesh.errors import CheckWarning
 from gradmesh.transport import deferred_check
 from tests import simulated_device as sd
+from tests.told import Told
 from tools import mismatches
 
 __all__ = [
@@ -76,22 +77,28 @@ def stepped(done: list[bool], name: str, form: str, *, known: bool = False) -> N
     done[0] = True
 
 
-def missing_call(done: list[bool], seconds: float) -> None:
-    """Rank 1 is busy for a while instead of making a call."""
+def missing_call(done: list[bool], over: Told) -> None:
+    """Rank 1 is busy instead of making a call, until that of rank 0 is over."""
     gm.all_reduce(torch.ones(4), dst=gm.R)
     if gm.rank() == 1:
-        time.sleep(seconds)
+        over.wait()
     else:
-        gm.all_reduce(torch.ones(4), dst=gm.R)
+        try:
+            gm.all_reduce(torch.ones(4), dst=gm.R)
+        finally:
+            over.tell()
     _optimizer().step()
     done[0] = True
 
 
-def first_call_late(done: list[bool], seconds: float) -> None:
-    """Rank 1 is busy for a while before its first call."""
+def first_call_late(done: list[bool], over: Told) -> None:
+    """Rank 1 is busy before its first call, until that of rank 0 is over."""
     if gm.rank() == 1:
-        time.sleep(seconds)
-    done[0] = bool(gm.all_reduce(torch.ones(4), dst=gm.R)[0])
+        over.wait()
+    try:
+        done[0] = bool(gm.all_reduce(torch.ones(4), dst=gm.R)[0])
+    finally:
+        over.tell()
 
 
 def returned_early(done: list[bool]) -> None:
@@ -192,7 +199,11 @@ def traffic(steps: int) -> tuple[int, int]:
             if number == 0:
                 messages[0] = 0
         sent = messages[0]
-        time.sleep(0.5)  # the answers of the last step
+        dist.barrier()
+        deadline, turned = time.monotonic() + 10, -1
+        while turned != turns[0] and time.monotonic() < deadline:  # for the answers of the last step
+            turned = turns[0]
+            time.sleep(0.5)
         turns[0] = 0
         time.sleep(1)
     return sent, turns[0]
@@ -363,7 +374,7 @@ def sizes_of_a_late_rank() -> list[str]:
         warnings.simplefilter("always")
         x = torch.ones(2)
         if gm.rank("rows") == 1 or gm.rank("cols") == 1:
-            time.sleep(3)
+            time.sleep(1)
         if gm.rank("rows") == 0:
             gm.all_reduce(x, "cols", dst=gm.R)
         if gm.rank("cols") == 0:
@@ -371,15 +382,16 @@ def sizes_of_a_late_rank() -> list[str]:
     return [str(each.message) for each in heard if issubclass(each.category, CheckWarning)]
 
 
-def mismatch_beside_a_wait() -> tuple[str, bool]:
+def mismatch_beside_a_wait(over: list[Told]) -> tuple[str, bool]:
     """Rank 2 waits for rank 0, which is busy, and then makes another call than rank 3, for whose sizes rank 1 waits."""
-    started = time.monotonic()
+    started, rank = time.monotonic(), gm.rank()
     with gm.use_mesh(sd.grid(rows=2, cols=2)):
         x = torch.ones(2)
         gm.all_reduce(x, "rows", dst=gm.R)
         row, col = gm.rank("rows"), gm.rank("cols")
         if row == col == 0:
-            time.sleep(12)
+            for other in over[1:]:  # so that its end does not end their waits
+                other.wait()
             return "", True
         try:
             if row == 0:
@@ -390,7 +402,9 @@ def mismatch_beside_a_wait() -> tuple[str, bool]:
                 y.cpu()
             gm.all_reduce(x, "cols", dst=gm.R)
         except gm.GradmeshError as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - started < 10
+            return f"{type(error).__name__}: {error}", time.monotonic() - started < 30
+        finally:
+            over[rank].tell()
     return "", False
 
 

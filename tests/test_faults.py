@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import gradmesh as gm
+from tests.told import Told
 from tools.faults import SECONDS, Trial, page, table, trial
 
 ON_THREADS = [
@@ -30,11 +30,13 @@ ON_PROCESSES = [
 ]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("fault", "way"), ON_THREADS)
 def test_threads_end_with_the_name_of_the_rank(fault: str, way: str) -> None:
     assert trial("threads", fault, way).short() == []
 
 
+@pytest.mark.timed
 @pytest.mark.processes
 @pytest.mark.parametrize(("backend", "fault", "way"), ON_PROCESSES)
 def test_processes_end_with_the_name_of_the_rank_and_leave_nothing(
@@ -45,22 +47,27 @@ def test_processes_end_with_the_name_of_the_rank_and_leave_nothing(
     assert len(ended.survivors) == 2
 
 
-def too_late(rank_that_is: int) -> tuple[str, int | None, str]:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    if dist.get_rank() == rank_that_is:
-        time.sleep(2.5)
+def too_late(rank_that_is: int, over: list[Told]) -> tuple[str, int | None, str]:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    rank = dist.get_rank()
+    if rank == rank_that_is:
+        for other in over[:rank] + over[rank + 1 :]:
+            other.wait()
         return "", None, ""
     try:
         gm.all_gather(torch.ones(3), group)
     except gm.RankError as error:
         return type(error).__name__, error.rank, str(error)
+    finally:
+        over[rank].tell()
     return "returned", None, ""
 
 
+@pytest.mark.timed
 @pytest.mark.processes
 def test_a_verb_on_gloo_names_the_rank_that_did_not_come_where_gloo_does_not() -> None:
     with gm.Ranks(3, backend="gloo", timeout=60) as ranks:
-        for rank, (kind, lost, text) in enumerate(ranks.run(too_late, 1)):
+        for rank, (kind, lost, text) in enumerate(ranks.run(too_late, 1, [Told() for _ in range(3)])):
             if rank != 1:
                 assert (kind, lost) == ("AbortedError", 1)
                 assert "rank 1 did not respond" in text.splitlines()[0]

@@ -33,7 +33,9 @@ from tools.pages import show
 
 SIZE, VICTIM = 3, 1
 SECONDS = 3.0
-"""The timeout of the group."""
+"""The timeout of the group where a rank is stuck."""
+PATIENT = 60.0
+"""The timeout of the group elsewhere, where nobody has to wait for it."""
 LIMIT = 5.0
 """Seconds after the fault within which everybody has to have ended."""
 BACKENDS = ("threads", "shm", "gloo")
@@ -122,8 +124,12 @@ def trial(backend: str, fault: str, way: str, started: str = "launch") -> Trial:
     )
 
 
+def _timeout(fault: str) -> float:
+    return SECONDS if fault == "stuck" else PATIENT
+
+
 def _launched(folder: str, backend: str, fault: str, way: str) -> str:
-    args = (folder, fault, way, VICTIM, SECONDS)
+    args = (folder, fault, way, VICTIM, _timeout(fault))
     try:
         gm.launch(take_part, SIZE, backend=backend, args=args, timeout=60)
     except gm.RankError as error:
@@ -150,7 +156,7 @@ def _under_torchrun(folder: str, backend: str, fault: str, way: str) -> str:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}", "--nnodes=1"]
     command += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "tools.fault_ranks"]
-    command += [folder, backend, fault, way, str(VICTIM), str(SECONDS)]
+    command += [folder, backend, fault, way, str(VICTIM), str(_timeout(fault))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -207,7 +213,7 @@ def _left(notes: dict[int, dict[str, object]], before: tuple[set[str], set[int]]
     left = {str(name) for said in notes.values() for name in said.get("files", [])}  # type: ignore[attr-defined]
     if backend != "threads":
         pids = {rank: int(str(said["pid"])) for rank, said in notes.items()}
-        _wait(lambda: not any(map(_alive, pids.values())), 1.0)
+        _wait(lambda: not any(map(_alive, pids.values())), 10.0)
         left |= {f"the process of rank {rank}" for rank, pid in pids.items() if _alive(pid)}
     own = [
         t for t in threading.enumerate() if t.ident not in before[1] and t.name.startswith("gradmesh rank")
