@@ -39,6 +39,11 @@ def train(folder: Path, lost: str) -> None:
         with (folder / "begins").open("a") as log:
             log.write(f"{begin} {axis.size}\n")
     for step in range(begin, STEPS):
+        if lost == "rank":
+            from tools.fault_ranks import opened_in_dev_shm
+
+            with (folder / "opened").open("a") as log:
+                log.writelines(f"{name}\n" for name in opened_in_dev_shm())
         if first and step == LOST_AT and axis.rank == axis.size - 1:
             if lost == "rank":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -37,7 +37,7 @@ def test_a_backward_that_sends_on_one_rank_only_hangs() -> None:
         return summed(grad) if dist.get_rank() == 0 else grad.clone()
 
     made = function(lambda ctx, x: summed(x), backward)
-    assert audit(lambda: (made.apply, torch.randn(3)), kinds=FEW, timeout=5).kinds == ("hangs",)
+    assert audit(lambda: (made.apply, torch.randn(3)), kinds=FEW).kinds == ("hangs",)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_function_that_ends_the_program_aborts(backward_too: bool) -> None:
         raise SystemExit(3)
 
     made = function(lambda ctx, x: x.clone(), leave) if backward_too else function(leave, leave)
-    assert audit(lambda: (made.apply, torch.ones(3)), kinds=FEW, timeout=5).kinds == ("aborts",)
+    assert audit(lambda: (made.apply, torch.ones(3)), kinds=FEW).kinds == ("aborts",)
 
 
 def test_checkpoints_that_are_reentrant_are_audited() -> None:
@@ -214,7 +214,7 @@ def test_a_layer_that_has_to_finish_each_backward_is_left_out_where_it_cannot_be
         layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).double())
         return (lambda x: layer(x)), torch.randn(3, 2)
 
-    found = audit(build, kinds=["global-convention", "second-order-raises", "not-adjoint"], timeout=5)
+    found = audit(build, kinds=["global-convention", "second-order-raises", "not-adjoint"])
     assert found.ok, found
     assert found.arrows
     assert "global-convention" in found.left_out

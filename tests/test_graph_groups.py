@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,7 +75,7 @@ def meanwhile(async_op: bool) -> bool:
     plan = GraphPlan(torch.stack((ring, (ring + 1) % 8)), by_count(8, gm.world_size()))
     source, inside, outside = plan.edge_index[0], plan.interior, plan.boundary
     x = torch.randn(len(plan.own), 2, generator=torch.Generator().manual_seed(gm.rank())).requires_grad_()
-    with gm.verify.delayed(Link(50_000, 1)), timeline() as line:
+    with gm.verify.delayed(Link(500_000, 1)), timeline() as line:
         started: Any = plan.exchange(x, async_op=async_op)
         sums = plan.scatter_add(Marked.apply(x[source[inside]], noted), inside)
         rows = started.wait() if async_op else started
@@ -84,6 +85,7 @@ def meanwhile(async_op: bool) -> bool:
     return (back.start or 0) < noted[0] - line.started < (back.end or 0)
 
 
+@pytest.mark.timed
 def test_interior_edges_are_worked_on_while_the_gradients_of_rows_travel(threads: Ranks) -> None:
     assert threads(2)(meanwhile, True) == [True, True]
     assert threads(2)(meanwhile, False) == [False, False]

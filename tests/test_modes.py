@@ -80,7 +80,7 @@ DIES = system("DIES", **{NAME: _dies})
 
 @pytest.fixture(scope="module")
 def on_threads() -> Iterator[Pools]:
-    with Pools("threads", timeout=5) as pools:
+    with Pools("threads", timeout=60) as pools:
         yield pools
 
 

@@ -315,7 +315,7 @@ def test_ends(error):
     if gm.rank():
         raise error
 
-@pytest.mark.world(2, timeout=0.5)
+@pytest.mark.world(2, timeout=2)
 def test_hangs():
     while gm.rank():
         time.sleep(0.01)

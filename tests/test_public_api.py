@@ -6,7 +6,6 @@ import importlib
 import inspect
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
+from gradmesh.launch.process_ranks import held_port
 from gradmesh.ops.registry import REGISTRY
 from tests.forking import Forking
 from tools import public_api
@@ -198,10 +198,8 @@ def _sum_on_shm(rank: int, port: int) -> None:
 
 @pytest.mark.processes
 def test_import_registers_shm_for_spawned_processes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_sum_on_shm, (port,), nprocs=2)  # type: ignore[attr-defined]
+    with held_port() as port:
+        torch.multiprocessing.spawn(_sum_on_shm, (port,), nprocs=2)  # type: ignore[attr-defined]
 
 
 def test_import_registers_shm(run: Callable[[str], str]) -> None:

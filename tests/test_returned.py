@@ -181,13 +181,23 @@ def test_process_without_a_launcher_treats_no_rank_as_returned() -> None:
 # ---- the guess about a rank that waits inside C++
 
 
-def stands_in(fn: Callable[[threading.Event], object]) -> tuple[list[Place], threading.Event]:
+def standing(thread: threading.Thread, waits: bool = True) -> list[Place]:
+    """Where a thread stands, as soon as it stands; if it `waits` for other ranks, as soon as it does that."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        stack = stack_of(thread.ident)
+        time.sleep(0.05)
+        if stack == stack_of(thread.ident) and is_waiting_in(stack) >= waits:
+            break
+    return stack
+
+
+def stands_in(fn: Callable[[threading.Event], object], waits: bool) -> tuple[list[Place], threading.Event]:
     """Where a thread stands that runs fn, and what ends it."""
     end = threading.Event()
     thread = threading.Thread(target=fn, args=(end,), daemon=True)
     thread.start()
-    time.sleep(0.1)
-    return stack_of(thread.ident), end
+    return standing(thread, waits), end
 
 
 class _Work:
@@ -202,16 +212,18 @@ def test_only_a_wait_for_other_ranks_is_taken_for_one() -> None:
     lock = threading.Lock()
     lock.acquire()
     waits: list[tuple[Callable[[threading.Event], object], bool]] = [
-        (lambda end: time.sleep(1), False),
-        (lambda end: end.wait(1), False),
-        (lambda end: lock.acquire(timeout=1), False),
+        (lambda end: time.sleep(60), False),
+        (lambda end: end.wait(60), False),
+        (lambda end: lock.acquire(timeout=60), False),
         (lambda end: torch.futures.Future().wait(), True),
         (lambda end: _Work().wait(), True),
     ]
     for number, (fn, expected) in enumerate(waits):
-        stack, end = stands_in(fn)
+        stack, end = stands_in(fn, expected)
+        assert stack
         assert is_waiting_in(stack) is expected, number
         end.set()
+    lock.release()
 
 
 def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
@@ -257,6 +269,7 @@ def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work(forkin
     assert said == ["False", "True", "False", "True", "False"]
 
 
+@pytest.mark.timed
 def test_main_thread_is_not_reported_as_waiting_while_others_may_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,6 +277,7 @@ def test_main_thread_is_not_reported_as_waiting_while_others_may_work(
     seen: dict[bool, float] = {}
 
     def look() -> None:
+        standing(threading.main_thread())
         for others in (False, True):
             monkeypatch.setattr(hang_detector, "has_other_work", lambda others=others: others)
             for _ in range(4):
@@ -279,6 +293,7 @@ def test_main_thread_is_not_reported_as_waiting_while_others_may_work(
     assert seen[True] == 0.0
 
 
+@pytest.mark.timed
 def test_suspended_machine_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute without processor time between two looks, on a rank that stands inside of autograd."""
     monkeypatch.setattr(hang_detector, "has_other_work", lambda: False)
@@ -286,7 +301,7 @@ def test_suspended_machine_does_not_count_as_waiting(monkeypatch: pytest.MonkeyP
     seen: list[float] = []
 
     def look() -> None:
-        time.sleep(0.1)
+        standing(threading.main_thread())
         main.waits()
         now = time.monotonic()
         for later in (60.0, 60.1):
@@ -311,6 +326,7 @@ def test_a_rank_that_gets_no_processor_is_at_work(monkeypatch: pytest.MonkeyPatc
     seen: list[float] = []
 
     def look() -> None:
+        standing(threading.main_thread())
         for _ in range(3):
             time.sleep(0.1)
             seen.append(main.waits())

@@ -123,6 +123,7 @@ def check(trials: list[Trial]) -> None:
         assert trial.left_behind == [], trial
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("ending", ["killed", "exits", "leaves"])
 def test_waiting_for_an_exited_rank_raises_with_its_name(ending: str) -> None:
     waits = [name for name in WAITS if name != "polled all_reduce"]
@@ -131,10 +132,12 @@ def test_waiting_for_an_exited_rank_raises_with_its_name(ending: str) -> None:
     check(trials)
 
 
+@pytest.mark.timed
 def test_polling_a_work_ends_when_a_rank_has_been_killed() -> None:
     check(kill_ranks(1, waits=["polled all_reduce"]))
 
 
+@pytest.mark.timed
 def test_every_survivor_of_three_kills_raises_within_five_seconds() -> None:
     trials = kill_ranks(3, waits=[RANDOM], seed=2)
     assert len(trials) == 3

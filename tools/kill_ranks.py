@@ -33,6 +33,8 @@ LARGE = 1 << 21
 """Elements of a message that fits in no ring and takes several chunks."""
 PATIENCE = 10.0
 """Seconds that a survivor may take before it counts as one that noticed nothing."""
+START = 60.0
+"""Seconds for the ranks to start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,13 +256,13 @@ def trial(waits: str, ending: str, size: int, chance: random.Random) -> Trial:
         lines = _Lines(readers)
         survivors = [rank for rank in range(size) if rank != victim]
         try:
-            if not lines.wait(lambda said: all("ready" in words for words in said), PATIENCE):
+            if not lines.wait(lambda said: all("ready" in words for words in said), START):
                 raise RuntimeError(f"the ranks did not start: {lines.said}")
             if ending == "killed":
                 time.sleep(moment)
                 ended = time.monotonic()
                 os.kill(pids[victim], signal.SIGKILL)
-            elif lines.wait(lambda said: "ended" in said[victim], PATIENCE):
+            elif lines.wait(lambda said: "ended" in said[victim], START):
                 ended = lines.said[victim]["ended"]["when"]
             else:
                 raise RuntimeError(f"the victim did not end: {lines.said}")
