@@ -214,11 +214,16 @@ def _own_threads() -> list[str]:
 
 
 def _sockets() -> int:
-    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket") for fd in _descriptors())
+    return sum(what.startswith("socket") for what in _descriptors())
 
 
 def _descriptors() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    """What the open descriptors are of; other threads open and close some meanwhile."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 def ends_with_the_group(fork: bool) -> tuple[list[str], list[str], int, int]:

@@ -53,8 +53,8 @@ def test_ranks_on_shm_start_again_from_the_checkpoint_and_leave_nothing(tmp_path
     assert done.returncode == 0, done.stderr
     assert begins(tmp_path) == [[0, 2], [LOST_AT, 2]]
     torch.testing.assert_close(torch.load(tmp_path / "weight"), trained())
-    opened = (tmp_path / "opened").read_text().splitlines()  # other programs have files there too
-    assert not [name for name in opened if Path(name).exists()]
+    # Nothing that could be left: other programs have files in /dev/shm too, which come and go.
+    assert (tmp_path / "opened").read_text() == ""
     with socket.socket() as free:
         free.bind(("127.0.0.1", port))
 
