@@ -28,11 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradmesh._torch import (
-    LastPass,
-    only_others_compile,
-    transforms_active,
-)
+from gradmesh._torch import LastPass, only_others_compile, transforms_active
 from gradmesh._torch.fsdp import flat_parameters, fully_sharded, ignored_by_fsdp, is_replicated
 from gradmesh._util.call_sites import show_site
 from gradmesh.autograd.traced import Traced

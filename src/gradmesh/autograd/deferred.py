@@ -261,10 +261,7 @@ class DeferredReductions:
                 for entry, total in zip(of_axis, totals(of_axis), strict=True):
                     if total is not None:
                         _, before = whole.get(id(entry.leaf), (None, None))
-                        whole[id(entry.leaf)] = (
-                            entry.leaf,
-                            total if before is None else before.add_(total),
-                        )
+                        whole[id(entry.leaf)] = (entry.leaf, total if before is None else before.add_(total))
         self._drop(deferred)
         wanted = []
         for leaf, total in whole.values():

@@ -385,10 +385,7 @@ class Pending(Generic[T]):
             return True
         if self._over is None:
             raise self._order_error(
-                "recv() cannot be polled",
-                "wait()",
-                "done()",
-                "call wait(), which receives the message",
+                "recv() cannot be polled", "wait()", "done()", "call wait(), which receives the message"
             )
         return self._over()
 

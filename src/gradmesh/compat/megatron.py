@@ -476,10 +476,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> 
 
 
 def all_to_all(
-    group: Group,
-    input_: Tensor,
-    output_split_sizes_: Sizes = None,
-    input_split_sizes: Sizes = None,
+    group: Group, input_: Tensor, output_split_sizes_: Sizes = None, input_split_sizes: Sizes = None
 ) -> Tensor:
     """Send the r-th part of the first dimension to rank r.
 

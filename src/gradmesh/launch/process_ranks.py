@@ -279,12 +279,14 @@ class ProcessRanks:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         probe, begin = Probe(lambda rank: self._ask(rank, "waits")), time.monotonic()
         while outcome.missing:
-            late, missing = time.monotonic() >= deadline, len(outcome.missing)
+            late = time.monotonic() >= deadline
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
             # Short waits: a process may have died while its child process keeps the pipe open.
             awaited: list[Connection[Any, Any] | int] = [*pipes, *self._output.open]
             ready = wait(awaited, min(POLL, max(0.0, deadline - time.monotonic())))
             self._output.show(ready)
+            if late and not any(isinstance(each, Connection) for each in ready):
+                break  # what was answered in time was read
             failed = bool(outcome.failures)
             for rank in [pipes[pipe] for pipe in ready if isinstance(pipe, Connection)]:
                 self._read(rank, expected, outcome, probe)
@@ -300,8 +302,6 @@ class ProcessRanks:
                 deadline = min(deadline, outcome.failures[0].when + FAILURE_GRACE)
                 for rank in () if failed else outcome.missing:
                     self._ask(rank, "where")
-            if late and len(outcome.missing) == missing:  # answers that came in time are read after it, too
-                break
         if outcome.missing and not outcome.failures:
             self._request_stacks(expected, outcome, probe)
         if outcome.failures or outcome.missing:

@@ -87,11 +87,7 @@ class ThreadRanks:
 
     def _join_world(self, rank: int) -> Callable[[], None]:
         return lambda: dist.init_process_group(
-            "threads",
-            store=self._store,
-            rank=rank,
-            world_size=self.size,
-            timeout=group_timeout(self.timeout),
+            "threads", store=self._store, rank=rank, world_size=self.size, timeout=group_timeout(self.timeout)
         )
 
     def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:

@@ -56,8 +56,10 @@ def flat_memory(x: Tensor) -> Tensor:
 
 
 def with_memory(flat: Tensor) -> Tensor:
-    """The same tensor; a copy if it has no storage, as autograd's ZeroTensor in forward over reverse."""
-    return flat if flat.data_ptr() or not flat.numel() else flat.clone()
+    """The same tensor; a copy if it has no storage, as autograd's ZeroTensor in forward over reverse, or a wrapper."""
+    if flat.data_ptr() or not flat.numel():
+        return flat
+    return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
 
 
 def laid_out_as(x: Tensor, y: Tensor) -> Tensor:

@@ -422,7 +422,7 @@ class TorchGroup(GroupTransport):
             Every rank's tensor, on other ranks than the root none; None: it was not sent.
         """
         size, nbytes = self.axis.size, x.numel() * x.dtype.itemsize
-        if nbytes > self._inline():
+        if nbytes > self._inline() or not x.is_cpu:
             self._agree(self.take_check())
             return None
         here = root in (None, self.axis.rank)
@@ -448,8 +448,13 @@ class TorchGroup(GroupTransport):
         Returns:
             Whether the result is there; if not, the caller calls a collective.
         """
-        call_check, begin = self.take_check(), None
-        data = with_memory(flat), out, send, receive
+        data, begin = (with_memory(flat), out, send, receive), None
+        for x, parts in ((flat, send), (out, receive)):  # which are copied by address
+            if max(map(sum, parts)) > x.numel() * x.dtype.itemsize:
+                raise RuntimeError(
+                    f"parts of {[n for _, n in parts]} bytes of a tensor of shape {list(x.shape)}"
+                )
+        call_check = self.take_check()
         if directly and self._in_pairs(flat):
             call = None if call_check is None else (call_check.digest, call_check.calls.number)
             begin = lambda: self._post(bytes_of(data[0]), bytes_of(out), send, receive, call)  # noqa: E731
@@ -490,8 +495,11 @@ class TorchGroup(GroupTransport):
         if begin is not None and not done:
             works, done = works or begin(), True
         if data is not None and done:
-            (flat, out, send, receive), rank = data, self.axis.rank
-            ctypes.memmove(out.data_ptr() + receive[rank][0], flat.data_ptr() + send[rank][0], send[rank][1])
+            flat, out, send, receive = data
+            (first, length), (place, room) = send[self.axis.rank], receive[self.axis.rank]
+            if length != room:
+                raise RuntimeError(f"this rank has {length} bytes for itself, where it expects {room}")
+            ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, length)
         _wait(works)
         return done
 

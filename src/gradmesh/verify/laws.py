@@ -327,10 +327,7 @@ def nonlinearity(
     if dtype in (torch.float16, torch.bfloat16):
         allowed = 0.1
     scale = 1 + float((found.abs() @ x.abs()).abs().max()) if found.shape[0] else 1.0
-    off = {
-        "at zero": zero,
-        "at a random operand": y - found @ x if y.shape == found.shape[:1] else None,
-    }
+    off = {"at zero": zero, "at a random operand": y - found @ x if y.shape == found.shape[:1] else None}
     for where, error in off.items():
         size = float("inf") if error is None else float(error.abs().max()) if error.numel() else 0.0
         if not size <= allowed * scale:

@@ -466,10 +466,7 @@ def timeline() -> Iterator[Timeline]:
     """
     found = Timeline()
     recorder = TimelineRecorder(dist.get_rank() if dist.is_initialized() else 0)
-    with (
-        installed(recorder),
-        Passes(recorder),
-    ):
+    with installed(recorder), Passes(recorder):
         yield found
     end, start = time.perf_counter(), recorder.start
     found.started = start
