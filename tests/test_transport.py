@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import gradmesh as gm
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.transport import TRANSPORTS, Transport
 from tests import contract
+from tests.conftest import Worlds
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 PACKAGE = Path(gm.__file__).parent
@@ -175,3 +179,149 @@ def test_a_sum_of_operands_in_different_memory_formats_is_right(processes: Ranks
 
     assert threads(2)(on_each_rank) == [True, True]
     assert processes(2)(on_each_rank) == [True, True]
+
+
+# ---- what is copied by address --------------------------------------------------------------------------------------
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def random_operand(draw: random.Random, rows: int) -> Tensor:
+    """Small numbers, whose sums are exact: any dtype and strides, with pending conjugation, or without memory."""
+    width = draw.choice([1, 2, 3, 64, 500])
+    dtype = draw.choice(DTYPES)
+    numbers = torch.randint(
+        0, 2, (rows, width), generator=torch.Generator().manual_seed(draw.getrandbits(30))
+    )
+    x = numbers.to(dtype)
+    layout = draw.choice(
+        ["dense", "transposed", "expanded", "every second", "conjugate", "zeros without memory"]
+    )
+    if layout == "transposed":
+        x = x.t().contiguous().t()
+    elif layout == "expanded":
+        x = x[:, :1].expand(rows, width)
+    elif layout == "every second":
+        x = x.repeat_interleave(2, dim=1)[:, ::2]
+    elif layout == "conjugate" and dtype.is_complex:
+        x = (x * (1 + 1j)).conj()
+    elif layout == "zeros without memory":
+        x = torch._efficientzerotensor((rows, width), dtype=dtype)
+    return x
+
+
+def random_calls(seed: int, calls: int) -> list[tuple[str, Tensor]]:
+    """The results of random calls; every rank draws the same calls, and sizes of its own."""
+    draw, ranks, rank = random.Random(seed), gm.world_size(), gm.rank()
+    found = []
+    for number in range(calls):
+        verb = draw.choice(
+            ["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast", "reduce"]
+        )
+        sizes = [draw.choice([0, 0, 1, 2, 5, 9]) for _ in range(ranks)]
+        parts = [[draw.choice([0, 0, 1, 3, 8]) for _ in range(ranks)] for _ in range(ranks)]
+        root, state = draw.randrange(ranks), draw.getrandbits(30)
+        rows = {"all_gather": sizes[rank], "all_to_all": sum(parts[rank]), "reduce_scatter": sum(sizes)}
+        x = random_operand(random.Random(state), rows.get(verb, max(sizes)))
+        if x.dtype is torch.bool and "reduce" in verb:
+            x = x.byte()
+        if verb == "all_gather":
+            y = gm.all_gather(x, sizes=sizes)
+        elif verb == "all_to_all":
+            y = gm.all_to_all(x, split_sizes=parts[rank], concat_sizes=[row[rank] for row in parts])
+        elif verb == "reduce_scatter":
+            y = gm.reduce_scatter(x, sizes=sizes)
+        elif verb == "broadcast":
+            y = gm.broadcast(x, root=root)
+        elif verb == "reduce":
+            y = gm.reduce(x, root=root)
+        else:
+            y = gm.all_reduce(x, dst=gm.R)
+        found.append((f"{number}: {verb} of {x.dtype}{list(x.shape)}", y.resolve_conj().clone()))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("level", [0, 1, "deferred"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_calls_on_gloo_are_those_of_thread_ranks(
+    worlds: Worlds, threads: Ranks, ranks: int, level: Any
+) -> None:
+    def run(checked: Any) -> list[tuple[str, Tensor]]:
+        with gm.check(checked):
+            return random_calls(7 * ranks, 150)
+
+    expected = threads(ranks)(run, 1)
+    for of_gloo, of_threads in zip(worlds(ranks, "gloo", 240).run(run, level), expected, strict=True):
+        for (name, y), (same, z) in zip(of_gloo, of_threads, strict=True):
+            assert name == same
+            assert y.dtype == z.dtype, name
+            assert torch.equal(y, z), name
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.held = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def held(x: Any) -> Any:
+            return x.held if isinstance(x, Wrapper) else x
+
+        made = func(*tree_map(held, args), **tree_map(held, kwargs or {}))
+        return Wrapper(made) if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default) else made
+
+
+@pytest.mark.processes
+def test_a_tensor_without_memory_of_its_own_is_sent(worlds: Worlds) -> None:
+    def run() -> list[list[float]]:
+        x = Wrapper(torch.tensor([1.0, 2.0]) + gm.rank())
+        with torch.no_grad():
+            return [y.tolist() for y in (gm.all_gather(x), gm.all_reduce(x, dst=gm.R), gm.all_to_all(x))]
+
+    for rank, (gathered, total, exchanged) in enumerate(worlds(2, "gloo", 240).run(run)):
+        assert gathered == [1.0, 2.0, 2.0, 3.0]
+        assert total == [3.0, 5.0]
+        assert exchanged == [1.0 + rank, 2.0 + rank]
+
+
+def wrong_for_itself(level: Any) -> str:
+    """Rank 0 has 4,000 rows for itself, and expects one; one row goes to the other rank, each way."""
+    with gm.check(level):
+        sizes = [4000, 1] if gm.rank() == 0 else [1, 1]
+        try:
+            gm.all_to_all(torch.ones(sum(sizes)), split_sizes=sizes, concat_sizes=[1, 1])
+        except (RuntimeError, gm.GradmeshError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            dist.barrier()  # until when the other rank has what this one sent
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_rank_that_expects_another_part_of_itself_than_it_has_raises(level: int) -> None:
+    first, second = gm.launch(wrong_for_itself, 2, backend="gloo", args=(level,))
+    if level:
+        assert first.startswith("MismatchError: ")
+        assert second.startswith("MismatchError: ")
+    else:
+        assert first == "RuntimeError: this rank has 16000 bytes for itself, where it expects 4"
+        assert second == ""

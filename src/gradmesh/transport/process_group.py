@@ -428,7 +428,8 @@ class TorchGroup(GroupTransport):
         here = root in (None, self.axis.rank)
         rows = self.room(x, (size if here else 0, *x.shape))
         send = [(0, nbytes if root in (None, to) else 0) for to in range(size)]
-        receive = [(source * nbytes, nbytes if here else 0) for source in range(size)]
+        taken = nbytes if here else 0
+        receive = [(source * taken, taken) for source in range(size)]
         return rows if self._deliver(as_flat(x), rows, send, receive) else None
 
     def _deliver(
@@ -494,14 +495,15 @@ class TorchGroup(GroupTransport):
             note(self.axis, call_check, checksum)
         if begin is not None and not done:
             works, done = works or begin(), True
-        if data is not None and done:
-            flat, out, send, receive = data
-            (first, length), (place, room) = send[self.axis.rank], receive[self.axis.rank]
-            if length != room:
-                raise RuntimeError(f"this rank has {length} bytes for itself, where it expects {room}")
-            ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, length)
+        if data is None or not done:
+            return False
+        flat, out, send, receive = data
+        (first, length), (place, room) = send[self.axis.rank], receive[self.axis.rank]
+        ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, min(length, room))
         _wait(works)
-        return done
+        if length != room:  # the ranks did not compare it
+            raise RuntimeError(f"this rank has {length} bytes for itself, where it expects {room}")
+        return True
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a digest that matches no other."""
