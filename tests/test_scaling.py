@@ -75,7 +75,7 @@ def test_it_compiles_as_one_graph(backend: str, s: float | Tensor) -> None:
 def test_a_compiled_program_refuses_forward_mode() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda x: cube(x, 0.5), backend="eager", fullgraph=True)
-    with forward_ad.dual_level(), pytest.raises(Exception, match="forward.mode"):
+    with forward_ad.dual_level(), pytest.raises(Exception, match=r"forward[- ]mode"):
         compiled(forward_ad.make_dual(data(), data()))
 
 

@@ -35,7 +35,7 @@ SIZE, VICTIM = 3, 1
 SECONDS = 3.0
 """The timeout of the group where a rank is stuck."""
 PATIENT = 60.0
-"""The timeout of the group elsewhere, where nobody has to wait for it."""
+"""The timeout of the group elsewhere, where no rank has to wait for it."""
 LIMIT = 5.0
 """Seconds after the fault within which everybody has to have ended."""
 BACKENDS = ("threads", "shm", "gloo")
