@@ -507,7 +507,7 @@ class _Watcher:
 
         def get_gradient_edge(tensor: Any) -> Any:
             edge = original(tensor)
-            if not self._to.quiet:
+            if not (self._to.quiet or tensor.is_leaf):
                 self._edges[edge.node, edge.output_nr] = tensor
             return edge
 
