@@ -469,7 +469,7 @@ def aborted() -> None:
         assert work is not None
         with pytest.raises(AbortedError, match="the process group was aborted"):
             work.wait()
-        assert time.monotonic() - begin < 20  # the timeout is longer
+        assert time.monotonic() - begin < 3
     dist.barrier()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from tests.told import Told
+from tests.store_event import StoreEvent
 from tools.faults import SECONDS, Trial, page, table, trial
 
 ON_THREADS = [
@@ -47,7 +47,7 @@ def test_processes_end_with_the_name_of_the_rank_and_leave_nothing(
     assert len(ended.survivors) == 2
 
 
-def too_late(rank_that_is: int, over: list[Told]) -> tuple[str, int | None, str]:
+def too_late(rank_that_is: int, over: list[StoreEvent]) -> tuple[str, int | None, str]:
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     rank = dist.get_rank()
     if rank == rank_that_is:
@@ -59,7 +59,7 @@ def too_late(rank_that_is: int, over: list[Told]) -> tuple[str, int | None, str]
     except gm.RankError as error:
         return type(error).__name__, error.rank, str(error)
     finally:
-        over[rank].tell()
+        over[rank].set()
     return "returned", None, ""
 
 
@@ -67,7 +67,7 @@ def too_late(rank_that_is: int, over: list[Told]) -> tuple[str, int | None, str]
 @pytest.mark.processes
 def test_a_verb_on_gloo_names_the_rank_that_did_not_come_where_gloo_does_not() -> None:
     with gm.Ranks(3, backend="gloo", timeout=60) as ranks:
-        for rank, (kind, lost, text) in enumerate(ranks.run(too_late, 1, [Told() for _ in range(3)])):
+        for rank, (kind, lost, text) in enumerate(ranks.run(too_late, 1, [StoreEvent() for _ in range(3)])):
             if rank != 1:
                 assert (kind, lost) == ("AbortedError", 1)
                 assert "rank 1 did not respond" in text.splitlines()[0]

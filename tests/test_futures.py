@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradmesh as gm
 from gradmesh.backends.shm import engine
 from tests.conftest import Worlds
-from tests.told import Told
+from tests.store_event import StoreEvent
 
 pytestmark = pytest.mark.processes
 
@@ -210,16 +210,16 @@ def test_a_future_of_a_group_that_is_left_fails(ranks: Run) -> None:
         if rank == 2:
             return ""
         if rank == 1:
-            begun.wait()
+            started.wait()
             dist.destroy_process_group(made)
             return ""
         future = summed(torch.ones(3), made)
-        begun.tell()
+        started.set()
         text = failure(future)
         dist.destroy_process_group(made)
         return text
 
-    begun = Told()
+    started = StoreEvent()
     text = ranks(work)[0]
     assert "AbortedError" in text
     assert "has left the group" in text

@@ -83,7 +83,7 @@ def stay(path: str) -> None:
     time.sleep(600)
 
 
-def gone(pid: int, within: float = 60) -> bool:
+def gone(pid: int, within: float = 5) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -106,16 +106,9 @@ def _threads_of_other_tests() -> None:
     _before.update(threading.enumerate())
 
 
-def rank_threads(within: float = 30) -> list[threading.Thread]:
-    """The threads of ranks that are left after a while: an exception that ends one has to come to it."""
-    deadline = time.monotonic() + within
-    while left := [
-        thread for thread in {*threading.enumerate()} - _before if thread.name.startswith("gradmesh rank")
-    ]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    return left
+def rank_threads() -> list[threading.Thread]:
+    new = set(threading.enumerate()) - _before
+    return [thread for thread in new if thread.name.startswith("gradmesh rank")]
 
 
 def run_python(
@@ -222,6 +215,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(both: Ranks) -> None
     assert both.run(my_rank_plus, 0) == [0, 2]  # the next run starts new ranks
 
 
+@pytest.mark.timed
 def test_an_interrupt_or_exit_on_a_rank_is_a_failure_of_that_rank() -> None:
     for kind, name in (("interrupt", "KeyboardInterrupt"), ("exit", "SystemExit")):
         with pytest.raises(RankError, match=f"rank 1 of 2 failed with {name}"):
@@ -254,6 +248,7 @@ def test_unpicklable_result_is_reported(pool: Ranks) -> None:
     assert "does not come back" in str(caught.value)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -342,6 +337,7 @@ def test_a_thread_that_is_late_is_shown_where_it_is_and_ended() -> None:
 
 # The exception that ends a thread may come while a callback of the garbage collector runs in it, where Python can do
 # no more than report it: hypothesis has such a callback.
+@pytest.mark.timed
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_thread_that_swallows_its_errors_in_a_collective_is_ended() -> None:
     def stubborn() -> None:
@@ -358,6 +354,7 @@ def test_a_thread_that_swallows_its_errors_in_a_collective_is_ended() -> None:
 # ---- nothing is left behind
 
 
+@pytest.mark.timed
 @pytest.mark.processes
 def test_success_and_failure_leave_no_process(tmp_path: Path) -> None:
     def mark(fail: bool) -> None:
@@ -430,6 +427,7 @@ def test_files_that_a_rank_keeps_open_are_written_at_its_end(tmp_path: Path) -> 
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["all of it"] * 2
 
 
+@pytest.mark.timed
 @pytest.mark.processes
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_launcher_ends_the_ranks(ended_by: signal.Signals, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_characters_that_the_stream_cannot_show_are_escaped() -> None:
 # ---- pipes, read from programs that are quicker to start than ranks
 
 
-def shown(*commands: str, prefix: bool | None = None, until: str | None = None, within: float = 30) -> str:
+def shown(*commands: str, prefix: bool | None = None, until: str | None = None) -> str:
     """What is shown of shell commands that take the place of ranks; read until they exit, or until a text came."""
     pipes = OutputPipes(len(commands), prefix)
     programs = []
@@ -164,7 +164,7 @@ def shown(*commands: str, prefix: bool | None = None, until: str | None = None, 
                 time.sleep(0.001)
             start = time.monotonic()
             pipes.drain()
-            assert time.monotonic() - start < within
+            assert time.monotonic() - start < 5
         finally:
             for program in programs:
                 with contextlib.suppress(OSError):
@@ -174,6 +174,7 @@ def shown(*commands: str, prefix: bool | None = None, until: str | None = None, 
     return out.getvalue()
 
 
+@pytest.mark.timed
 def test_megabytes_from_several_ranks_arrive_whole() -> None:
     text = shown(*["for i in {1..20000}; do echo $i-{a,b,c,d}{e,f,g,h}; done"] * 2)
     lines = by_rank(text)
@@ -182,25 +183,29 @@ def test_megabytes_from_several_ranks_arrive_whole() -> None:
     assert lines == {"0": expected, "1": expected}
 
 
+@pytest.mark.timed
 def test_output_of_a_killed_process_is_shown() -> None:
     assert shown("echo one; printf two; kill -9 $$", "true") == "[rank 0] one\n[rank 0] two\n"
 
 
+@pytest.mark.timed
 def test_child_that_keeps_the_pipe_open_does_not_block_the_launch() -> None:
     assert shown("sleep 60 & echo one", "true") == "[rank 0] one\n"
 
 
 @pytest.mark.timed
 def test_program_that_never_stops_printing_does_not_block() -> None:
-    text = shown("yes", "true", until="y", within=5)
+    text = shown("yes", "true", until="y")
     assert set(by_rank(text)["0"]) <= {"y", ""}
 
 
+@pytest.mark.timed
 def test_characters_that_are_cut_in_two_and_bytes_that_are_none() -> None:
     command = r"printf 'a\xc3'; sleep 0.05; printf '\xa9b\n'; printf '\xff\n'; printf '\xe2\x82'"
     assert shown(command, "true") == "[rank 0] aéb\n[rank 0] \\xff\n[rank 0] \\xe2\\x82\n"
 
 
+@pytest.mark.timed
 def test_lines_without_a_mark_are_whole_and_one_rank_has_none() -> None:
     parts = "printf a; sleep 0.02; printf b; sleep 0.02; echo c"
     assert shown(parts, parts, prefix=False) == "abc\nabc\n"

@@ -28,7 +28,7 @@ from gradmesh.backends.shm import data_path
 from gradmesh.backends.shm.data_path import _KIND_OF_SUM, is_native
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.shm.shared_memory import INLINE
-from tests.told import Told
+from tests.store_event import StoreEvent
 from tools.native.__main__ import OPTIONS, build, run
 
 ROOT = Path(__file__).parent.parent
@@ -296,7 +296,7 @@ class _StoppedError(Exception):
     pass
 
 
-def interrupted(ended: Told) -> list[str]:
+def interrupted(ended: StoreEvent) -> list[str]:
     """Rank 0 is interrupted by a signal while it waits for rank 1; how further calls of both end."""
     world: Any = dist.group.WORLD
 
@@ -321,7 +321,7 @@ def interrupted(ended: Told) -> list[str]:
             sends.join()
         finally:
             signal.signal(signal.SIGALRM, before)
-        ended.tell()
+        ended.set()
     else:
         ended.wait()
     for _ in range(2):
@@ -335,7 +335,7 @@ def interrupted(ended: Told) -> list[str]:
 
 def test_an_interrupted_call_aborts_the_group_on_every_rank() -> None:
     with gm.Ranks(2, backend="shm", timeout=60) as pool:
-        first, second = pool.run(interrupted, Told())
+        first, second = pool.run(interrupted, StoreEvent())
     assert first == ["AbortedError"] * 2
     # The first one may find what rank 0 had written before.
     assert second[0] in ("AbortedError", "2.0")

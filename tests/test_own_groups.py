@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.conftest import Worlds
-from tests.told import Told
+from tests.store_event import StoreEvent
 
 W = 3
 Run = Callable[..., list[Any]]
@@ -157,13 +157,13 @@ def test_a_monitored_barrier_names_the_ranks_that_do_not_come(
         if dist.get_rank() not in missing:
             limit = datetime.timedelta(seconds=1)
             said = error_of(lambda: group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks))
-            seen[dist.get_rank()].tell()
+            seen[dist.get_rank()].set()
         for rank in range(W):
             if rank not in missing:
                 seen[rank].wait()  # a rank that has returned would be named by itself
         return said
 
-    seen = [Told() for _ in range(W)]
+    seen = [StoreEvent() for _ in range(W)]
     said = ranks(work)
     assert f"{named} failed to pass monitoredBarrier in 1000 ms" in said[0]
     assert said[0].startswith("DeadlockError: gradmesh: ")
@@ -179,11 +179,11 @@ def test_a_monitored_barrier_without_time_fails_at_once(ranks: Run) -> None:
         said = ""
         if dist.get_rank() == 0:
             said = error_of(lambda: group.monitored_barrier(datetime.timedelta(0)))
-            seen.tell()
+            seen.set()
         seen.wait()
         return said
 
-    seen = Told()
+    seen = StoreEvent()
     assert "Rank 0 timed out in monitoredBarrier after 0 ms" in ranks(work)[0]
 
 

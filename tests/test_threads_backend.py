@@ -216,7 +216,7 @@ def failure(fn: Callable[[], object], nprocs: int = W) -> RankError:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks(fn, nprocs=nprocs)
-    assert time.monotonic() - start < 40  # not by the timeout
+    assert time.monotonic() - start < 10
     return caught.value
 
 
@@ -245,6 +245,7 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_mismatch_shows_the_call_of_each_rank(name: str) -> None:
     error = failure(by_rank(*MISMATCHES[name]), nprocs=2)
@@ -276,11 +277,13 @@ def test_kernel_error_raises_on_every_rank() -> None:
     assert all("bitwise_and" in text for text in ranks(work))
 
 
+@pytest.mark.timed
 def test_a_large_tensor_that_is_not_one_piece_per_rank_is_refused() -> None:
     error = failure(lambda: all_gather_single(torch.ones(7), torch.ones(2)))
     assert isinstance(error.__cause__, (ShapeError, ValueError, RuntimeError))
 
 
+@pytest.mark.timed
 def test_unknown_reduction_error_lists_the_known_ones() -> None:
     error = failure(lambda: dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0)))  # type: ignore[attr-defined]
     assert isinstance(error.__cause__, ArgumentError)
@@ -288,6 +291,7 @@ def test_unknown_reduction_error_lists_the_known_ones() -> None:
     assert "BXOR" in str(error)
 
 
+@pytest.mark.timed
 def test_deadlock_names_the_waiting_ranks_and_lines() -> None:
     def work() -> None:
         if dist.get_rank() == 0:
@@ -303,6 +307,7 @@ def test_deadlock_names_the_waiting_ranks_and_lines() -> None:
     assert "of ranks 0, 1, 2" in text
 
 
+@pytest.mark.timed
 def test_a_deadlock_names_a_rank_that_goes_back_through_another_ranks_graph() -> None:
     kept: list[torch.Tensor] = []
     made = threading.Event()
@@ -323,6 +328,7 @@ def test_a_deadlock_names_a_rank_that_goes_back_through_another_ranks_graph() ->
     assert "rank 1  waits in a call on behalf of another rank" in text
 
 
+@pytest.mark.timed
 def test_two_groups_in_different_orders_are_a_deadlock() -> None:
     def work() -> None:
         groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
@@ -345,7 +351,7 @@ def test_waiting_for_a_rank_that_returned_ends_while_others_still_run() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="DeadlockError"):
         ranks(work)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 5
 
 
 def test_slow_rank_is_not_reported_as_deadlock() -> None:

@@ -213,7 +213,7 @@ def _left(notes: dict[int, dict[str, object]], before: tuple[set[str], set[int]]
     left = {str(name) for said in notes.values() for name in said.get("files", [])}  # type: ignore[attr-defined]
     if backend != "threads":
         pids = {rank: int(str(said["pid"])) for rank, said in notes.items()}
-        _wait(lambda: not any(map(_alive, pids.values())), 10.0)
+        _wait(lambda: not any(map(_alive, pids.values())), 1.0)
         left |= {f"the process of rank {rank}" for rank, pid in pids.items() if _alive(pid)}
     own = [
         t for t in threading.enumerate() if t.ident not in before[1] and t.name.startswith("gradmesh rank")

@@ -528,10 +528,8 @@ class _Watcher:
             local = x if x is None else local_part(x)
             weight = given[at] if at < len(given) else None
             number = None if local is None else to.id_of(local)
-            if (
-                number is None and local is not None and local.is_leaf
-            ):  # the end of a chain of calls, on a rank without a loss
-                to.constant(local)
+            if number is None and local is not None and local.is_leaf:
+                to.constant(local)  # the end of a chain of calls, on a rank without a loss
                 number = to.id_of(local)
             if number is None or local is None:
                 self._tape.events.append(Lost("a backward begins at what was not followed", site))

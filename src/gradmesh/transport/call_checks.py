@@ -328,9 +328,8 @@ class Calls:
         # the signatures of calls, by op and operand, where the group does not keep its ops
         self.signatures = BoundedCache()
         self.functions = Functions()  # user-written autograd Functions that call verbs
-        self.first_messages: list[
-            Any
-        ] = []  # memory for the first messages of a call, which the next one uses
+        # memory for the first messages of a call, which the next one uses
+        self.first_messages: list[Any] = []
         self.log: Any = None  # the log of the deferred check, if a call on the group was deferred
         self.gloo = False  # whether the group sends CPU tensors over Gloo
         with contextlib.suppress(TypeError, ValueError):  # torch did not make it

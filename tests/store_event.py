@@ -8,7 +8,7 @@ import uuid
 import torch.distributed as dist
 
 
-class Told:
+class StoreEvent:
     """An event on one rank that others wait for, through the store of their world.
 
     It is polled: a thread that waits in C++ cannot be ended, and a rank in a barrier would count as one that waits for
@@ -16,13 +16,13 @@ class Told:
     """
 
     def __init__(self) -> None:
-        self._key = f"told {uuid.uuid4().hex}"
+        self._key = f"event {uuid.uuid4().hex}"
 
-    def tell(self) -> None:
+    def set(self) -> None:
         dist.distributed_c10d._get_default_store().set(self._key, "")
 
     def wait(self, seconds: float = 60.0) -> None:
         store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
         while not store.check([self._key]):
-            assert time.monotonic() < deadline, f"the other rank has told nothing in {seconds:g} s"
+            assert time.monotonic() < deadline, f"no rank has set the event in {seconds:g} s"
             time.sleep(0.01)
