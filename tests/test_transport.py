@@ -7,6 +7,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 import gradmesh as gm
 from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.ops.base import LinearOp
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.transport import TRANSPORTS, Transport
 from tests import contract
@@ -325,3 +327,37 @@ def test_a_rank_that_expects_another_part_of_itself_than_it_has_raises(level: in
     else:
         assert first == "RuntimeError: this rank has 16000 bytes for itself, where it expects 4"
         assert second == ""
+
+
+@dataclass(frozen=True)
+class TooLong(LinearOp):
+    """An op that sends each rank more rows than its operand has, or expects more than its result has."""
+
+    more: tuple[int, int] = (1, 0)
+    verb = "too_long"
+    src, dst = gm.V, gm.V
+
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
+        send, receive = ([len(x) // self.axis.size + more] * self.axis.size for more in self.more)
+        return wire.exchange(x, send, receive, x.shape)
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        return self
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("more", [(1, 0), (0, 1)])
+def test_an_op_whose_counts_do_not_fit_its_tensors_raises_on_every_rank(more: tuple[int, int]) -> None:
+    def run() -> str:
+        try:
+            gm.apply(TooLong(gm.axis(), more=more), torch.ones(4))
+        except (RuntimeError, gm.GradmeshError) as error:
+            return str(error)
+        return ""
+
+    for said in gm.launch(run, 2, backend="gloo"):
+        assert "bytes of a tensor of shape [" in said
