@@ -53,13 +53,16 @@ Worlds = Callable[..., World]
 
 @pytest.hookimpl(trylast=True)  # after pytest has ordered them by the parameters of fixtures
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the workers take files in this order. What compares times has three attempts."""
+    """The longest files first; the workers take files in this order. What compares times has three attempts.
+
+    These are some time apart, so that one of them does not run beside the same other test.
+    """
     for item in items:
         for version, reason in (mark.args for mark in item.iter_markers("torch_at_least")):
             if torch.__version__ < version:
                 item.add_marker(pytest.mark.skip(reason=f"torch before {version}: {reason}"))
         if item.get_closest_marker("timed"):
-            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=1))
+            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=15))
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 

@@ -116,7 +116,7 @@ def test_ring_attention_is_that_of_one_process(size: int, blocks: int, threads: 
 # ---- what is hidden
 
 
-WORK = 2.5e-3
+WORK = 10e-3
 """Seconds that a piece of work takes in forward; in backward twice that."""
 
 
@@ -144,7 +144,7 @@ def balanced(name: str, run: Callable[..., list[Any]]) -> Figures:
     chain_room.layer = lambda x, weight: Slept.apply(plain[0](x, weight))
     ring_room.attend = lambda q, k, v, seen: plain[1](Slept.apply(q), k, v, seen)
     try:
-        return measured(run, SMALL[name], link_for(run, SMALL[name], PIECES[name] * WORK), 4, min)
+        return measured(run, SMALL[name], link_for(run, SMALL[name], PIECES[name] * WORK), 3, min)
     finally:
         chain_room.layer, ring_room.attend = plain
 

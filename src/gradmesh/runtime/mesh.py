@@ -124,6 +124,18 @@ def world_group(op: str) -> dist.ProcessGroup:
     return group
 
 
+def destroyed(op: str, axis: Axis, got: str) -> NotInitializedError:
+    """The error of an axis whose process group was destroyed."""
+    return NotInitializedError.of(
+        "the process group was destroyed",
+        op=op,
+        axis=str(axis),
+        expected="an initialized process group",
+        got=got,
+        remedy=f"use {op}() before destroy_process_group(), or create a new group with dist.new_group(...)",
+    )
+
+
 def mesh(**sizes: int) -> DeviceMesh:
     """Arrange the ranks of the world as a mesh with named axes and make it the current mesh.
 
@@ -224,7 +236,10 @@ class Axis:
     @property
     def global_ranks(self) -> list[int]:
         """The global ranks of the axis, in order."""
-        return dist.get_process_group_ranks(self.group)
+        try:
+            return dist.get_process_group_ranks(self.group)
+        except KeyError:
+            raise destroyed("axis", self, "a group that torch.distributed no longer knows") from None
 
     def offset(self, rows: int | Sequence[int]) -> int:
         """The first row of this rank in a tensor that is sharded over the axis.

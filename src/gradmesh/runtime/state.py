@@ -99,7 +99,7 @@ class Suspects(Protocol):
 class DeferredCheck(Protocol):
     """The comparison of calls after they were made; see `gradmesh.transport.deferred_check`."""
 
-    def at_once(self, group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+    def at_once(self, axis: Any) -> contextlib.AbstractContextManager[None]:
         """The block makes a call that is compared at once."""
 
     def flush(self, logs: Iterable[Any] | None = None) -> None:

@@ -533,7 +533,7 @@ class TorchGroup(GroupTransport):
             memory = _FirstMessages(axis.rank, axis.size, room)
         short = data is not None and data[0].is_cpu and max(n for _, n in (*data[2], *data[3])) <= room
         parts = memory.write(own, *(data[0], data[2]) if data is not None and short else (None, ()))
-        with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis.group):
+        with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis):
             if calls.gloo and axis.size <= PAIRS:
                 meeting = self._post(memory.sent, memory.got, parts, memory.places)
                 if begin is not None and not short:

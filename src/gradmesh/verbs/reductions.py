@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gradmesh._torch import in_plain_mode
 from gradmesh.autograd.rule import apply
-from gradmesh.errors import DTypeError, NotInitializedError
+from gradmesh.errors import DTypeError
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Extremum
 from gradmesh.ops.base import refuse_unless_added
 from gradmesh.ops.shard import AllGatherInvariant
 from gradmesh.ops.sizes import EQUAL
 from gradmesh.runtime.checking import DEFERRED
-from gradmesh.runtime.mesh import AxisLike, resolve
+from gradmesh.runtime.mesh import AxisLike, destroyed, resolve
 from gradmesh.runtime.state import check_level, rank_state
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import call_check, calls_of
@@ -169,11 +169,4 @@ def barrier(axis: AxisLike = None) -> None:
             raise found from error
         raise
     except ValueError as error:  # torch no longer knows the group
-        raise NotInitializedError.of(
-            "the process group was destroyed",
-            op="barrier",
-            axis=str(here),
-            expected="an initialized process group",
-            got=str(error),
-            remedy="call barrier() before destroy_process_group(), or create a new group with dist.new_group(...)",
-        ) from error
+        raise destroyed("barrier", here, str(error)) from error
