@@ -70,15 +70,7 @@ from gradmesh._util.call_sites import call_site, is_of_the_program, stack_of
 from gradmesh._util.environment import HANG
 from gradmesh.backends import threads
 from gradmesh.backends.own_group import FLAGS
-from gradmesh.errors import (
-    AbortedError,
-    CheckWarning,
-    DeadlockError,
-    GradmeshError,
-    MismatchError,
-    NotInitializedError,
-    message,
-)
+from gradmesh.errors import AbortedError, CheckWarning, DeadlockError, GradmeshError, MismatchError, message
 from gradmesh.runtime.mesh import Axis
 from gradmesh.runtime.state import RETURNED, rank_state
 from gradmesh.transport.call_checks import (
@@ -354,9 +346,7 @@ class Checker:
     def at_once(self, axis: Axis) -> Iterator[None]:
         """The block makes a call of CPU tensors, which is compared at once, and in which this rank may wait."""
         self._met[name := axis.group.group_name] += 1
-        with contextlib.suppress(
-            NotInitializedError
-        ):  # a group that was destroyed, over which Gloo still sends
+        with contextlib.suppress(GradmeshError):  # the group was destroyed, and Gloo still sends over it
             self._at_once = name, self._met[name], axis.global_ranks
         try:
             yield
