@@ -143,16 +143,11 @@ class _Work(OwnWork):
     def __init__(self, group: HostsGroup, result: object, shown: Shown) -> None:
         super().__init__(result)
         self.ended = threading.Event()
-        self.error: BaseException | None = None
         self.group, self.shown = group, shown
 
     @override
     def is_over(self) -> bool:
         return self.ended.is_set()
-
-    @override
-    def exception(self) -> BaseException | None:
-        return self.error
 
     @override
     def finish(self, seconds: float | None) -> None:

@@ -186,7 +186,6 @@ class _MpiWork(OwnWork):
         super().__init__(result)
         self.group, self.steps, self.shown, self._failed = group, steps, shown, failed
         self.request: Any = None
-        self.error: BaseException | None = None
         self.over = False
         self.sender = -1
 
@@ -213,10 +212,6 @@ class _MpiWork(OwnWork):
         if not self.over:
             self.group.advance()
         return self.over
-
-    @override
-    def exception(self) -> BaseException | None:
-        return self.error
 
     @override
     def finish(self, seconds: float | None) -> None:

@@ -71,6 +71,8 @@ class CallCheck:
 class OwnWork(dist.Work):
     """A pending call of one rank. Subclasses implement waiting and polling."""
 
+    error: BaseException | None = None
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         never_compiled(cls)
@@ -90,9 +92,9 @@ class OwnWork(dist.Work):
         """Whether the call has completed or failed; advances it without waiting."""
 
     @override
-    @abc.abstractmethod
     def exception(self) -> BaseException | None:
         """The error of the call, or None."""
+        return self.error
 
     def late(self) -> list[int]:
         """The ranks of the group that the call still waits for."""
@@ -153,10 +155,6 @@ class Done(OwnWork):
     @override
     def is_over(self) -> bool:
         return True
-
-    @override
-    def exception(self) -> BaseException | None:
-        return None
 
 
 class CoalescedWorks(OwnWork):

@@ -103,6 +103,8 @@ class Op(abc.ABC):
 
     runner: ClassVar[Callable[[Any, Tensor], Tensor]]
     """Runs an op on this rank's tensor, over the transport of its axis; set by `gradmesh.transport.run`."""
+    memo_of: ClassVar[Callable[[Any], BoundedCache]]
+    """The `memo` of an op; set there too."""
 
     # -- abstract methods
 
@@ -161,9 +163,9 @@ class Op(abc.ABC):
         """What is known of its calls: results of `once` by key, signatures by operand, dtypes that it accepts.
 
         Small calls look here before they call `once` or `accepts`. Nothing in it may refer to the op: those of a group
-        that keeps no ops are freed with their call, and what they hold with them.
+        that keeps no ops are freed with their call, and equal ones share what is known.
         """
-        return BoundedCache()
+        return Op.memo_of(self)
 
     @property
     def identity(self) -> tuple[Hashable, ...]:

@@ -313,8 +313,8 @@ class Calls:
         "local_digest",
         "lock",
         "log",
+        "memos",
         "number",
-        "signatures",
         "words",
     )
 
@@ -325,8 +325,7 @@ class Calls:
         self.local = 0  # how many calls since then sent nothing but have a backward that sends
         self.local_digest = 0  # a digest of those
         self.words: list[str] = []
-        # the signatures of calls, by op and operand, where the group does not keep its ops
-        self.signatures = BoundedCache()
+        self.memos = BoundedCache()  # the memos of ops, where the group does not keep its ops
         self.functions = Functions()  # user-written autograd Functions that call verbs
         # memory for the first messages of a call, which the next one uses
         self.first_messages: list[Any] = []
@@ -710,11 +709,6 @@ def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
     >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 5)), (1, (4, 3), (2, 3)))) % 2**64 == 0
     False
     """
-    return _balance(rank, tuple(send), tuple(receive))
-
-
-@lru_cache(maxsize=1024)
-def _balance(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
     gives = sum(_number(rank, other, amount) for other, amount in enumerate(send))
     takes = sum(_number(other, rank, amount) for other, amount in enumerate(receive))
     return (gives - takes) % _WHOLE

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -212,17 +213,45 @@ def gathered(size: int) -> int:
 
 _Parts = Sequence[tuple[int, int]]
 """The part of a buffer for each rank, or from each rank: its first byte, and its number of bytes."""
-_Data = tuple[Tensor, Tensor, _Parts, _Parts]
-"""A dense operand and result, the part of the operand for each rank, and that of the result from each rank."""
 _HEAD = struct.Struct("=qq")
 
 
-def _parts(lengths: Sequence[int], width: int) -> _Parts:
+class _Plan:
+    """What a call sends: the part of the operand for each rank, and that of the result from each rank."""
+
+    def __init__(self, send: _Parts, receive: _Parts, checksum: int = 0) -> None:
+        self.send, self.receive, self.checksum = send, receive, checksum  # that of counts which ranks compare
+        self.longest = max(length for _, length in (*send, *receive))
+        self.ends = max(map(sum, send)), max(map(sum, receive))
+
+
+_Data = tuple[Tensor, Tensor, _Plan]
+"""A dense operand and result, and what is sent of them."""
+
+
+@lru_cache(maxsize=1024)
+def _exchanged(rank: int, width: int, send: Counts, receive: Counts) -> _Plan:
     """Parts of so many elements, one after another."""
-    return [
-        ((end - length) * width, length * width)
-        for length, end in zip(lengths, accumulate(lengths), strict=True)
-    ]
+    sent, got = (
+        [((end - n) * width, n * width) for n, end in zip(counts, accumulate(counts), strict=True)]
+        for counts in (send, receive)
+    )
+    return _Plan(sent, got, balance(rank, send, receive))
+
+
+@lru_cache(maxsize=1024)
+def _same(rank: int, size: int, nbytes: int, root: int | None = None) -> _Plan:
+    """The same part for every rank, or for the root."""
+    taken = nbytes if root in (None, rank) else 0
+    send = [(0, nbytes if root in (None, to) else 0) for to in range(size)]
+    return _Plan(send, [(source * taken, taken) for source in range(size)])
+
+
+@lru_cache(maxsize=1024)
+def _from_root(rank: int, size: int, nbytes: int, root: int) -> _Plan:
+    """The root's part for every other rank."""
+    send = [(0, nbytes if rank == root != to else 0) for to in range(size)]
+    return _Plan(send, [(0, nbytes if source == root != rank else 0) for source in range(size)])
 
 
 class _FirstMessages:
@@ -280,8 +309,7 @@ class TorchGroup(GroupTransport):
         """`all_to_all_single`, or messages between pairs of few ranks."""
         width = flat.dtype.itemsize
         out = self.room(flat, [sum(receive)] if shape is None else shape)
-        parts = _parts(send, width), _parts(receive, width)
-        if not self._deliver(flat, out, *parts, counts=(send, receive)):
+        if not self._deliver(flat, out, _exchanged(self.axis.rank, width, tuple(send), tuple(receive))):
             wide = width // sent_as(flat.dtype).itemsize
             lengths = [n * wide for n in receive], [n * wide for n in send]
             sent = flat_memory(with_memory(flat))
@@ -299,9 +327,8 @@ class TorchGroup(GroupTransport):
         ):
             return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        parts = [(0, nbytes)] * size, [(rank * nbytes, nbytes) for rank in range(size)]
         # Between two ranks as in a ring, which sends less between hosts of many.
-        if not self._deliver(flat, out, *parts, directly=short or size == 2):
+        if not self._deliver(flat, out, _same(self.axis.rank, size, nbytes), directly=short or size == 2):
             _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
@@ -352,9 +379,8 @@ class TorchGroup(GroupTransport):
         """`broadcast`, or messages from the root to few ranks."""
         rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
         out = self.copy(x) if rank == root else self.room(x, x.shape)
-        send = [(0, nbytes if rank == root != to else 0) for to in range(size)]
-        receive = [(0, nbytes if source == root != rank else 0) for source in range(size)]
-        if not self._deliver(out, out, send, receive, directly=size == 2 or nbytes <= DIRECT):
+        plan = _from_root(rank, size, nbytes, root)
+        if not self._deliver(out, out, plan, directly=size == 2 or nbytes <= DIRECT):
             dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
         return out
 
@@ -425,46 +451,31 @@ class TorchGroup(GroupTransport):
         if nbytes > self._inline() or not x.is_cpu:
             self._agree(self.take_check())
             return None
-        here = root in (None, self.axis.rank)
-        rows = self.room(x, (size if here else 0, *x.shape))
-        send = [(0, nbytes if root in (None, to) else 0) for to in range(size)]
-        taken = nbytes if here else 0
-        receive = [(source * taken, taken) for source in range(size)]
-        return rows if self._deliver(as_flat(x), rows, send, receive) else None
+        rank = self.axis.rank
+        rows = self.room(x, (size if root in (None, rank) else 0, *x.shape))
+        return rows if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)) else None
 
-    def _deliver(
-        self,
-        flat: Tensor,
-        out: Tensor,
-        send: _Parts,
-        receive: _Parts,
-        *,
-        counts: tuple[Counts, Counts] = ((), ()),
-        directly: bool = True,
-    ) -> bool:
-        """Compare the ranks' calls, and their `counts`, and send the parts where messages are the fastest way.
+    def _deliver(self, flat: Tensor, out: Tensor, plan: _Plan, *, directly: bool = True) -> bool:
+        """Compare the ranks' calls, and send the parts where messages are the fastest way.
 
         That is with the check if they are short, or in pairs of ranks, if these are few and `directly` says so.
 
         Returns:
             Whether the result is there; if not, the caller calls a collective.
         """
-        data, begin = (with_memory(flat), out, send, receive), None
-        for x, parts in ((flat, send), (out, receive)):  # which are copied by address
-            if max(map(sum, parts)) > x.numel() * x.dtype.itemsize:
-                raise RuntimeError(
-                    f"parts of {[n for _, n in parts]} bytes of a tensor of shape {list(x.shape)}"
-                )
+        data, begin = (with_memory(flat), out, plan), None
+        for x, end in zip((flat, out), plan.ends, strict=True):  # which are copied by address
+            if end > x.numel() * x.dtype.itemsize:
+                raise RuntimeError(f"parts that take {end} bytes of a tensor of shape {list(x.shape)}")
         call_check = self.take_check()
         if directly and self._in_pairs(flat):
             call = None if call_check is None else (call_check.digest, call_check.calls.number)
-            begin = lambda: self._post(bytes_of(data[0]), bytes_of(out), send, receive, call)  # noqa: E731
-        return self._agree(call_check, counts, data, begin)
+            begin = lambda: self._post(bytes_of(data[0]), bytes_of(out), plan.send, plan.receive, call)  # noqa: E731
+        return self._agree(call_check, data, begin)
 
     def _agree(
         self,
         call_check: OpCallCheck | None,
-        counts: tuple[Counts, Counts] = ((), ()),
         data: _Data | None = None,
         begin: Callable[[], list[dist.Work]] | None = None,
     ) -> bool:
@@ -476,7 +487,7 @@ class TorchGroup(GroupTransport):
             Whether the data was sent.
         """
         works, done = list[dist.Work](), False
-        checksum = balance(self.axis.rank, *counts) if any(counts) else 0
+        checksum = 0 if data is None else data[2].checksum
         if call_check is not None and not call_check.deferred:
             bits = call_check.digest & ~FLAGS
             memory, works = self._meet(signed(bits + checksum) | call_check.flags, data, begin)
@@ -486,7 +497,7 @@ class TorchGroup(GroupTransport):
             if len({head & FLAGS for head in heads}) > 1:
                 call_check.peer_flags = [head & FLAGS for head in heads]
             if data is not None and not any(long):
-                memory.read(data[1], data[3])
+                memory.read(data[1], data[2].receive)
                 done = True
             call_check.calls.first_messages.append(memory)
         elif call_check is not None:
@@ -497,8 +508,8 @@ class TorchGroup(GroupTransport):
             works, done = works or begin(), True
         if data is None or not done:
             return False
-        flat, out, send, receive = data
-        (first, length), (place, room) = send[self.axis.rank], receive[self.axis.rank]
+        flat, out, plan = data
+        (first, length), (place, room) = plan.send[self.axis.rank], plan.receive[self.axis.rank]
         ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, min(length, room))
         _wait(works)
         if length != room:  # the ranks did not compare it
@@ -531,8 +542,8 @@ class TorchGroup(GroupTransport):
             memory = calls.first_messages.pop()
         except IndexError:
             memory = _FirstMessages(axis.rank, axis.size, room)
-        short = data is not None and data[0].is_cpu and max(n for _, n in (*data[2], *data[3])) <= room
-        parts = memory.write(own, *(data[0], data[2]) if data is not None and short else (None, ()))
+        short = data is not None and data[0].is_cpu and data[2].longest <= room
+        parts = memory.write(own, *(data[0], data[2].send) if data is not None and short else (None, ()))
         with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis):
             if calls.gloo and axis.size <= PAIRS:
                 meeting = self._post(memory.sent, memory.got, parts, memory.places)

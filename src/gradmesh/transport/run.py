@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import in_backward, is_fake, named_range, profiler_on
+from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
 from gradmesh._util.structure import Packed
 from gradmesh.backends.own_group import OwnGroup
@@ -55,7 +56,19 @@ def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
     return _checked(op, x, recorded)
 
 
-Op.runner = staticmethod(apply)
+def _memo(op: Op) -> BoundedCache:
+    """What is known of the calls of an op, and of equal ones where the group does not keep its ops."""
+    group = op.axis.group
+    if hasattr(group, "kept") or not isinstance(group, dist.ProcessGroup) or not (identity := op.identity):
+        return BoundedCache()
+    memos = calls_of(group).memos
+    found: BoundedCache | None = memos.get(identity)
+    if found is None:
+        found = memos[identity] = BoundedCache()
+    return found
+
+
+Op.runner, Op.memo_of = staticmethod(apply), staticmethod(_memo)
 
 
 def _shown_at_origin(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
@@ -164,12 +177,11 @@ def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | N
     compared = op.sends or (level == FULL and src in (R, I) and not deferred)
     if not compared and (recorded is None or not recorded.flags & NEEDS_BACKWARD or not op.sends_back):
         return None
-    identity = () if hasattr(axis.group, "kept") else op.identity
-    memo = calls_of(axis.group).signatures if identity else op.memo
-    key = (*identity, x.shape, x.dtype)
-    said: Signature | None = memo.get(key)
+    said: Signature | None = op.memo.get((x.shape, x.dtype))
     if said is None:
-        said = memo[key] = Signature.of(op.verb, str(axis), op.describe(x), op.rank_local_desc())
+        said = op.memo[x.shape, x.dtype] = Signature.of(
+            op.verb, str(axis), op.describe(x), op.rank_local_desc()
+        )
     if recorded is not None:
         recorded.text = said.text
         if not compared:

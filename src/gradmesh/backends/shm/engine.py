@@ -330,7 +330,6 @@ class AsyncWork(OwnWork):
         super().__init__(result)
         self.engine, self.shown = engine, shown
         self.over = False  # has completed or failed; set last
-        self.error: BaseException | None = None
         self.promise: Promise | None = None  # of the future that was requested at the time `asked`
         self.asked = 0.0
 
@@ -350,10 +349,6 @@ class AsyncWork(OwnWork):
         if not self.over:
             progress()
         return self.over
-
-    @override
-    def exception(self) -> BaseException | None:
-        return self.error
 
     @override
     def get_future(self) -> torch.futures.Future[Any]:
