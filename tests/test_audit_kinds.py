@@ -357,11 +357,12 @@ class _Settings:
 
 CHOICES = {"mean": False}
 SUMS = True
+LEVEL = 1
 
 
-def set_sums(to: bool) -> None:
-    global SUMS
-    SUMS = to
+def set_sums(to: bool, level: int) -> None:
+    global SUMS, LEVEL
+    SUMS, LEVEL = to, level
 
 
 def _by_global(ctx: Any, g: Tensor) -> Tensor:
@@ -376,7 +377,12 @@ def _by_attribute(ctx: Any, g: Tensor) -> Tensor:
     return g.clone() if _Settings.convention == "own" else summed(g)
 
 
-@pytest.mark.parametrize("backward", [_by_global, _by_dict, _by_attribute])
+def _by_number(ctx: Any, g: Tensor) -> Tensor:
+    """documented"""
+    return g.clone() if LEVEL == 2 else summed(g)
+
+
+@pytest.mark.parametrize("backward", [_by_global, _by_dict, _by_attribute, _by_number])
 def test_global_convention(backward: Any) -> None:
     found = next(
         f
@@ -384,7 +390,7 @@ def test_global_convention(backward: Any) -> None:
         if f.kind == "global-convention"
     )
     assert "after forward" in found.text
-    assert (SUMS, CHOICES, _Settings.convention) == (True, {"mean": False}, "sum")
+    assert (SUMS, LEVEL, CHOICES, _Settings.convention) == (True, 1, {"mean": False}, "sum")
 
 
 def _decides(ctx: Any, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import os
 import pickle
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -32,6 +33,8 @@ from gradmesh.errors import ArgumentError, MissingExtraError
 
 _BY_KEY = {"globals", "vars", "__globals__", "f_globals"}
 """Names in code that may access a global by key."""
+_ANNOTATIONS = ("annotationlib", "typing")
+"""The modules that evaluate annotations."""
 
 
 @dataclasses.dataclass
@@ -59,12 +62,11 @@ class Origin:
 
     def missing_global(self, error: BaseException) -> tuple[str, str] | None:
         """The name and module of a global whose absence caused the error because it was not sent, or None."""
-        trace = error.__traceback__
-        if trace is None:
+        walked = traceback.walk_tb(error.__traceback__)
+        frames = [frame for frame, _ in walked if frame.f_globals.get("__name__") not in _ANNOTATIONS]
+        if not frames:
             return None
-        while trace.tb_next is not None:
-            trace = trace.tb_next
-        code, found = trace.tb_frame.f_code, trace.tb_frame.f_globals
+        code, found = frames[-1].f_code, frames[-1].f_globals
         if isinstance(error, UnboundLocalError):
             return None
         if isinstance(error, NameError):

@@ -416,8 +416,10 @@ class _Search:
         value = holder[name] if isinstance(holder, dict) else vars(holder)[name]
         if isinstance(value, bool):
             others: list[Any] = [not value]
-        elif assigned and isinstance(value, str | int | float):
-            others = [c for c in reader.alternatives if type(c) is type(value) and c != value]
+        elif assigned and isinstance(value, str | int | float):  # which is not a sentence
+            others = [
+                c for c in reader.constants if type(c) is type(value) and c != value and " " not in str(c)
+            ]
         else:
             return
         if others:
@@ -435,18 +437,15 @@ class _Reader:
     def of(cls, code: CodeType) -> _Reader:
         codes = list(_codes(code))
         names = frozenset(name for each in codes for name in each.co_names)
-        return cls(names, [value for each in codes for value in each.co_consts])
+        # Since Python 3.14 small integers are in the instructions themselves.
+        load = {*dis.hasconst, dis.opmap.get("LOAD_SMALL_INT")}
+        return cls(
+            names, [i.argval for each in codes for i in dis.get_instructions(each) if i.opcode in load]
+        )
 
     def read_from(self, space: Mapping[str, Any]) -> list[str]:
         """The names of a module or object that the code may read."""
         return sorted(self.names & set(space))
-
-    @property
-    def alternatives(self) -> list[Any]:
-        """The constants without docstrings and other sentences."""
-        return [
-            c for c in self.constants if not (isinstance(c, str) and (" " in c or c == self.constants[0]))
-        ]
 
 
 def _assigned(space: Mapping[str, Any], name: str) -> bool:
