@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_map
 
 import gradmesh as gm
 from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.ops.all_reduce import AllReduce
 from gradmesh.ops.base import LinearOp
+from gradmesh.ops.mean import Mean
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.transport import TRANSPORTS, Transport
 from tests import contract
@@ -361,3 +363,41 @@ def test_an_op_whose_counts_do_not_fit_its_tensors_raises_on_every_rank(more: tu
 
     for said in gm.launch(run, 2, backend="gloo"):
         assert "bytes of a tensor of shape [" in said
+
+
+@dataclass(frozen=True)
+class Halves(TooLong):
+    """An exchange whose counts are floats, by mistake."""
+
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
+        counts: Any = [len(x) / self.axis.size] * self.axis.size
+        return wire.exchange(x, counts, counts, x.shape)
+
+
+@dataclass(frozen=True, init=False)
+class WholeMean(Mean):
+    """A mean that accepts integers."""
+
+    def accepts(self, dtype: torch.dtype) -> None:
+        pass
+
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
+        return self.op.transfer(x, wire) // self.axis.size
+
+
+@pytest.mark.processes
+def test_an_op_of_a_program_does_not_change_what_is_known_of_those_of_the_library() -> None:
+    def run() -> tuple[list[float], list[int]]:
+        x = torch.arange(12.0) + 100 * gm.rank()
+        with gm.check(0), pytest.raises(TypeError, match="float"):
+            gm.apply(Halves(gm.axis()), x)
+        exchanged = gm.all_to_all(x).tolist()
+        mean = gm.apply(WholeMean(AllReduce(gm.axis())), torch.tensor([5]))
+        with pytest.raises(gm.DTypeError, match="no mean"):
+            gm.all_reduce(torch.tensor([5]), op="mean", dst=gm.R)
+        return exchanged, mean.tolist()
+
+    assert gm.launch(run, 2, backend="gloo") == [
+        ([*range(6), *range(100, 106)], [5]),
+        ([*range(6, 12), *range(106, 112)], [5]),
+    ]

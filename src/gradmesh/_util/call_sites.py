@@ -36,7 +36,7 @@ _INTERNAL = (
     GRADMESH,
     threading.__file__,
     contextlib.__file__,  # `coalesce()` sends at the end of its block
-    typing_extensions.__file__,  # wraps deprecated functions of torch
+    typing_extensions.deprecated.__call__.__code__.co_filename,  # wraps deprecated functions of torch
     "<frozen",
 )
 

@@ -38,7 +38,7 @@ class Mean(LinearOp):
     def identity(self) -> tuple[Hashable, ...]:
         """That of the op."""
         inner = self.op.identity
-        return (Mean, *inner) if inner else ()
+        return (Mean, *inner) if inner and type(self) is Mean else ()
 
     @property
     def verb(self) -> str:  # type: ignore[override]

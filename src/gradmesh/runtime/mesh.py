@@ -238,8 +238,8 @@ class Axis:
         """The global ranks of the axis, in order."""
         try:
             return dist.get_process_group_ranks(self.group)
-        except KeyError:
-            raise destroyed("axis", self, "a group that torch.distributed no longer knows") from None
+        except KeyError as error:
+            raise destroyed("axis", self, "a group that torch.distributed does not know") from error
 
     def offset(self, rows: int | Sequence[int]) -> int:
         """The first row of this rank in a tensor that is sharded over the axis.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -229,7 +230,7 @@ _Data = tuple[Tensor, Tensor, _Plan]
 """A dense operand and result, and what is sent of them."""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _exchanged(rank: int, width: int, send: Counts, receive: Counts) -> _Plan:
     """Parts of so many elements, one after another."""
     sent, got = (
@@ -239,7 +240,7 @@ def _exchanged(rank: int, width: int, send: Counts, receive: Counts) -> _Plan:
     return _Plan(sent, got, balance(rank, send, receive))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _same(rank: int, size: int, nbytes: int, root: int | None = None) -> _Plan:
     """The same part for every rank, or for the root."""
     taken = nbytes if root in (None, rank) else 0
@@ -247,7 +248,7 @@ def _same(rank: int, size: int, nbytes: int, root: int | None = None) -> _Plan:
     return _Plan(send, [(source * taken, taken) for source in range(size)])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _from_root(rank: int, size: int, nbytes: int, root: int) -> _Plan:
     """The root's part for every other rank."""
     send = [(0, nbytes if rank == root != to else 0) for to in range(size)]
@@ -309,7 +310,8 @@ class TorchGroup(GroupTransport):
         """`all_to_all_single`, or messages between pairs of few ranks."""
         width = flat.dtype.itemsize
         out = self.room(flat, [sum(receive)] if shape is None else shape)
-        if not self._deliver(flat, out, _exchanged(self.axis.rank, width, tuple(send), tuple(receive))):
+        counts = tuple(map(index, send)), tuple(map(index, receive))  # 2.0 would find the plan of 2
+        if not self._deliver(flat, out, _exchanged(self.axis.rank, width, *counts)):
             wide = width // sent_as(flat.dtype).itemsize
             lengths = [n * wide for n in receive], [n * wide for n in send]
             sent = flat_memory(with_memory(flat))

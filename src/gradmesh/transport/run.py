@@ -58,7 +58,7 @@ def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
 
 def _memo(op: Op) -> BoundedCache:
     """What is known of the calls of an op, and of equal ones where the group does not keep its ops."""
-    group = op.axis.group
+    group = getattr(op.axis, "group", None)
     if hasattr(group, "kept") or not isinstance(group, dist.ProcessGroup) or not (identity := op.identity):
         return BoundedCache()
     memos = calls_of(group).memos
