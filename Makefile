@@ -30,9 +30,9 @@ quick: .venv/ready
 torch: .venv-$(VERSION)/ready
 	.venv-$(VERSION)/bin/pytest $(PARALLEL) -m "not slow" --junitxml build/torch-$(VERSION).xml
 
-# The tests on another Python: `make python VERSION=3.13`, in an environment of its own, with the torch of constraints.txt.
+# The tests on another Python: `make python VERSION=3.14`, in an environment of its own, with the torch of constraints.txt.
 python: .venv-py$(VERSION)/ready
-	.venv-py$(VERSION)/bin/pytest $(PARALLEL) -m "not slow"
+	.venv-py$(VERSION)/bin/pytest $(PARALLEL) -m "not slow" --junitxml build/python-$(VERSION).xml
 
 # The long form of the law tests: more ranks, more dtypes, more random cases.
 sweep: .venv/ready

@@ -1,4 +1,4 @@
-"""The table of what the tests did on other versions of torch is made of pytest's own reports."""
+"""The table of what the tests did on other versions of torch and Python is made of pytest's own reports."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PAGE = f"""{BEGIN}
 |---|---|
 | 2.9.1 | another day | 1 | 1 | 0 | 0 |
 | 2.15.0 | another day | 4 | 0 | 0 | 0 |
+| Python 3.9 | another day | 5 | 0 | 0 | 0 |
 
 * 2.9.1: `tests/test_c.py::test_old`
 * 2.15.0: `tests/test_c.py::test_new`
@@ -40,7 +41,7 @@ def test_report_counts_tests_and_names_failures(tmp_path: Path) -> None:
     path = tmp_path / "torch-2.15.0.xml"
     path.write_text(REPORT)
     found = read(path)
-    assert (found.torch, found.day) == ("2.15.0", "2026-01-02")
+    assert (found.version, found.day) == ("2.15.0", "2026-01-02")
     assert [found.count(outcome) for outcome in ("passed", "failed", "skipped")] == [1, 3, 1]
     assert found.failed == [
         "tests/test_a.py::test_unclean",
@@ -56,10 +57,14 @@ def test_what_ran_again_counts_and_other_versions_stay(tmp_path: Path) -> None:
     first, again = tmp_path / "torch-2.15.0.xml", tmp_path / "torch-2.15.0-again.xml"
     first.write_text(REPORT)
     again.write_text(AGAIN)
-    lines = table([read(again), read(first)], PAGE).splitlines()
+    python = tmp_path / "python-3.14.xml"
+    python.write_text(AGAIN)
+    lines = table([read(again), read(first), read(python)], PAGE).splitlines()
     assert lines[2:] == [
         "| 2.9.1 | another day | 1 | 1 | 0 | 0 |",
         "| 2.15.0 | 2026-01-03 | 3 | 1 | 1 | 2 |",
+        "| Python 3.9 | another day | 5 | 0 | 0 | 0 |",
+        "| Python 3.14 | 2026-01-03 | 2 | 0 | 0 | 0 |",
         "",
         "* 2.9.1: `tests/test_c.py::test_old`",
         "* 2.15.0: `tests/test_a.py::test_unclean`",

@@ -1,10 +1,10 @@
-"""What the tests did on other versions of torch.
+"""What the tests did on other versions of torch and Python.
 
-$ python -m tools.report docs/versions.md build/torch-*.xml
+$ python -m tools.report docs/versions.md build/*-*.xml
 
-`make torch VERSION=2.15.0` leaves its report in build/torch-2.15.0.xml. A report build/torch-2.15.0-again.xml, of tests
-that ran again after a correction, takes the place of what the first one says about them. Rows of versions without a
-report stay as they are in the page.
+`make torch VERSION=2.15.0` leaves its report in build/torch-2.15.0.xml, `make python VERSION=3.14` in
+build/python-3.14.xml. A report build/torch-2.15.0-again.xml, of tests that ran again after a correction, takes the
+place of what the first one says about them. Rows of versions without a report stay as they are in the page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tools.pages import END, mark, parser_of, put
 
-BEGIN = mark("docs/versions.md", "build/torch-*.xml")
+BEGIN = mark("docs/versions.md", "build/*-*.xml")
 _AGAIN = "-again"
 _ORDER = ("skipped", "passed", "failed")
 
@@ -27,7 +27,7 @@ _ORDER = ("skipped", "passed", "failed")
 class Report:
     """One run of the tests, and of those that ran again."""
 
-    torch: str  # the version
+    version: str  # of torch, or "Python 3.14"
     day: str  # when it was
     outcomes: Mapping[
         str, str
@@ -45,7 +45,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """A report as pytest writes it, torch's version in the file's name."""
+    """A report as pytest writes it, the version in the file's name."""
     suites = list(ET.parse(path).getroot().iter("testsuite"))
     outcomes: dict[str, str] = {}
     for case in (case for suite in suites for case in suite.iter("testcase")):
@@ -55,19 +55,20 @@ def read(path: Path) -> Report:
         wrong = case.find("failure") is not None or case.find("error") is not None
         outcome = "failed" if wrong else "passed" if case.find("skipped") is None else "skipped"
         outcomes[name] = max(outcome, outcomes.get(name, outcome), key=_ORDER.index)
-    return Report(path.stem.removeprefix("torch-"), suites[0].get("timestamp", "")[:10], outcomes)
+    version = path.stem.removeprefix("torch-").replace("python-", "Python ")
+    return Report(version, suites[0].get("timestamp", "")[:10], outcomes)
 
 
 def joined(reports: Sequence[Report]) -> list[Report]:
     """The reports in the order of the versions, each with what ran again."""
-    first = {each.torch: each for each in reports if not each.torch.endswith(_AGAIN)}
+    first = {each.version: each for each in reports if not each.version.endswith(_AGAIN)}
     for each in reports:
-        if each.torch.endswith(_AGAIN):
-            before = first[each.torch.removesuffix(_AGAIN)]
+        if each.version.endswith(_AGAIN):
+            before = first[each.version.removesuffix(_AGAIN)]
             files = {name.partition("::")[0] for name in each.outcomes}
             outcomes = {name: outcome for name, outcome in before.outcomes.items() if name not in files}
             outcomes |= each.outcomes
-            first[before.torch] = Report(before.torch, each.day, outcomes, len(each.outcomes))
+            first[before.version] = Report(before.version, each.day, outcomes, len(each.outcomes))
     return list(first.values())
 
 
@@ -75,21 +76,21 @@ def table(reports: Sequence[Report], page: str = "") -> str:
     """The reports as Markdown, a row each, and what failed; other versions as in the page."""
     every = joined(reports)
     rows = {
-        one.torch: f"| {one.torch} | {one.day} | {one.count('passed')} | {one.count('failed')} | "
+        one.version: f"| {one.version} | {one.day} | {one.count('passed')} | {one.count('failed')} | "
         f"{one.count('skipped')} | {one.again} |"
         for one in every
     }
-    failed = {one.torch: [f"* {one.torch}: `{name}`" for name in one.failed] for one in every}
+    failed = {one.version: [f"* {one.version}: `{name}`" for name in one.failed] for one in every}
     for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
-        found = re.match(r"([|*]) (\d+\.\d+\.\d+)\b", line)
-        if found and found[2] not in {one.torch for one in every}:
+        found = re.match(r"([|*]) ((?:Python )?[\d.]+\d)\b", line)
+        if found and found[2] not in {one.version for one in every}:
             if found[1] == "|":
                 rows[found[2]] = line
             else:
                 failed.setdefault(found[2], []).append(line)
-    versions = sorted(rows, key=lambda version: tuple(map(int, version.split("."))))
+    versions = sorted(rows, key=lambda each: (" " in each, [int(n) for n in re.findall(r"\d+", each)]))
     lines = [
-        "| torch | day | passed | failed | skipped | ran again after a correction |",
+        "| torch, or Python | day | passed | failed | skipped | ran again after a correction |",
         "|---|---|---|---|---|---|",
     ]
     lines += [rows[version] for version in versions]
