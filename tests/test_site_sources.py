@@ -74,6 +74,9 @@ def test_an_errors_traceback_ends_with_its_page_and_its_text_does_not(
         (note,) = raised.__notes__
         assert note == f"  see       gradmesh explain {kind.__name__}, or docs/errors/{kind.__name__}.md"
         assert (ROOT / note.split()[-1]).exists()
+        raised.add_note("added")
+        Exception.add_note(raised, "added by Python itself")
+        assert raised.__notes__ == [note, "added", "added by Python itself"]
 
 
 def test_the_page_is_named_by_an_error_that_came_from_a_rank(

@@ -58,7 +58,8 @@ def test_an_uncaught_mismatch_prints_a_page_with_the_calls_first(
 ) -> None:
     lines = printed(tmp_path, LAUNCHED.format(backend=backend), verb=verb, more=more)
     assert len(lines) <= MOST
-    assert "MismatchError" in lines[3]
+    shown = [text for text in lines if text.strip("~^ ")]  # without the markers of Python 3.13
+    assert "MismatchError" in shown[3]
     for rank, line in enumerate((7, 6)):
         assert any(f"rank {rank}: " in text and f"program.py:{line}" in text for text in lines[:10])
     assert not any(text.strip().startswith("File ") and "program.py" not in text for text in lines)

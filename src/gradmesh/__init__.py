@@ -17,6 +17,7 @@ that prove gradients over ranks.
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import TYPE_CHECKING
 
 from gradmesh import backends as _backends
@@ -161,6 +162,9 @@ __all__ = [
 ]
 
 _LAZY_PACKAGES = ("compat", "nn", "testing", "verify")
+_importing = (
+    threading.RLock()
+)  # a package and a module in it, imported by two threads at once, wait for each other
 _LAZY = {
     name: f"{__name__}.{module}"
     for module, names_of_module in {
@@ -187,9 +191,10 @@ if not TYPE_CHECKING:  # otherwise type checkers accept any name
 
     def __getattr__(name: str) -> object:
         """Import what importing gradmesh does not."""
-        if name in _LAZY_PACKAGES:
-            return importlib.import_module(f"{__name__}.{name}")
-        if name in _LAZY:
-            value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-            return value
+        with _importing:
+            if name in _LAZY_PACKAGES:
+                return importlib.import_module(f"{__name__}.{name}")
+            if name in _LAZY:
+                value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+                return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,21 +83,20 @@ def message(
     return "\n".join(lines)
 
 
-def _note(kind: str) -> str:
-    """The traceback note that names the page of a class."""
-    return f"  {'see':<9} gradmesh explain {kind}, or docs/errors/{kind}.md"
+class _Notes:
+    """An error's notes, a list of its own, to which Python too adds: first the page that explains the error's class."""
+
+    def __get__(self, error: GradmeshError | None, kind: type[GradmeshError]) -> list[str]:
+        name = next(each.__name__ for each in kind.__mro__ if each.__module__ == __name__)
+        notes = [f"  {'see':<9} gradmesh explain {name}, or docs/errors/{name}.md"]
+        return notes if error is None else vars(error).setdefault("__notes__", notes)
 
 
 class GradmeshError(Exception):
     """Base class of all gradmesh errors; the traceback ends with the page that explains the error."""
 
     # A note, so that str(error) stays short; on the class, because compilers do not trace `__init__` of an error.
-    __notes__ = [_note("GradmeshError")]  # noqa: RUF012  only a copy is changed
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        if cls.__module__ == __name__:
-            cls.__notes__ = [_note(cls.__name__)]
+    __notes__ = _Notes()
 
     @classmethod
     def of(
@@ -112,12 +111,6 @@ class GradmeshError(Exception):
     ) -> Self:
         """The error with the text that `message` builds of these parts."""
         return cls(message(problem, op=op, axis=axis, expected=expected, got=got, remedy=remedy))
-
-    def add_note(self, note: str, /) -> None:
-        """Add a note to this instance."""
-        if "__notes__" not in vars(self):
-            self.__notes__ = list(type(self).__notes__)
-        super().add_note(note)
 
 
 class NotInitializedError(GradmeshError, RuntimeError):
