@@ -508,9 +508,10 @@ class Debugger:
     def setup(self, frame, trace):
         pass
     def interaction(self, frame, trace):
-        while getattr(trace, "tb_next", None):
+        trace = getattr(trace, "__traceback__", trace)  # since Python 3.13 it is the error
+        while trace.tb_next:
             trace = trace.tb_next
-        frame = trace.tb_frame if hasattr(trace, "tb_frame") else trace.__traceback__.tb_frame
+        frame = trace.tb_frame
         print("in the debugger:", frame.f_code.co_name, frame.f_locals["secret"])
     def set_trace(self, frame):
         print("stopped at:", frame.f_code.co_name, frame.f_locals["secret"])

@@ -426,8 +426,9 @@ def test_under_ddp_which_waits_in_cpp_the_first_line_names_the_rank_too() -> Non
     assert "ordered()" in str(caught.value)
 
 
-def test_an_error_that_only_says_that_another_rank_was_lost_is_never_the_first() -> None:
-    raised = RuntimeError("Got an error in the callback: AbortedError: gradmesh: rank 1 does not answer")
+@pytest.mark.parametrize("marked", ["", "[WITH __notes__]"])
+def test_an_error_that_only_says_that_another_rank_was_lost_is_never_the_first(marked: str) -> None:
+    raised = RuntimeError(f"error in the callback: AbortedError{marked}: gradmesh: rank 1 does not answer")
     own = ValueError("the fault")
     failures = [Failure.of(0, raised), Failure.of(1, own)]
     with pytest.raises(gm.RankError, match="rank 1 of 2 failed with ValueError; rank 0 failed too"):

@@ -22,11 +22,11 @@ POLL = 0.2
 """Seconds between two checks of a wait."""
 
 # Error messages of torch.distributed on the peers of a failed rank.
-_WAITED = re.compile(r"timed ?out|timeout|DeadlockError: gradmesh", re.IGNORECASE)
+_WAITED = re.compile(r"timed ?out|timeout|DeadlockError(\[.*?\])?: gradmesh", re.IGNORECASE)
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited"
     r"|socket (closed|error)|recvvalue failed|sendbytes failed|wait timeout after"
-    r"|AbortedError: gradmesh",  # C++ converts the error of a future to a RuntimeError
+    r"|AbortedError(\[.*?\])?: gradmesh",  # C++ converts the error of a future to a RuntimeError
     re.IGNORECASE,
 )
 
