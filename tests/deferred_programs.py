@@ -19,7 +19,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.errors import CheckWarning
-from gradmesh.transport import deferred_check
+from gradmesh.transport import deferred_check, process_group
 from tests import simulated_device as sd
 from tests.store_event import StoreEvent
 from tools import mismatches
@@ -36,6 +36,7 @@ __all__ = [
     "returned_early",
     "right",
     "sizes_beside_a_call",
+    "stalled_after_its_part",
     "stepped",
     "steps_elsewhere",
     "traffic",
@@ -61,6 +62,24 @@ def _optimizer() -> torch.optim.Optimizer:
     weight = torch.ones(1, requires_grad=True)
     weight.grad = torch.ones(1)
     return torch.optim.SGD([weight], lr=0.1)
+
+
+def stalled_after_its_part(done: list[bool]) -> None:
+    """A rank stands still in a call that is compared at once, to which all have come; another one goes on."""
+    group = dist.new_group([0, 1])
+    with gm.check(1):
+        gm.all_gather(torch.ones(1), group)
+    gm.all_gather(torch.ones(1))
+    wait = process_group._wait
+
+    def waited(works: Any) -> None:
+        wait(works)
+        time.sleep(2.5)
+
+    with gm.check(1), patch.object(process_group, "_wait", waited if gm.rank() else wait):
+        gm.all_gather(torch.ones(1), group)
+    gm.shift(torch.ones(1))
+    done[0] = True
 
 
 def stepped(done: list[bool], name: str, form: str, *, known: bool = False) -> None:

@@ -109,6 +109,12 @@ def test_hang_limit_ends_the_wait_for_a_busy_rank(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.processes
+def test_a_rank_that_stands_still_in_a_call_to_which_all_have_come_is_waited_for() -> None:
+    for error, text, _, done in launched(outcome, programs.stalled_after_its_part):
+        assert (error, text, done) == ("", "", True)
+
+
+@pytest.mark.processes
 def test_a_rank_whose_first_call_comes_after_the_error_gets_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADMESH_HANG", "1")
     for error, text, *_ in launched(outcome, programs.first_call_late, StoreEvent()):

@@ -183,8 +183,7 @@ class _Message(OwnWork):
 
     @override
     def exception(self) -> BaseException | None:
-        error: BaseException | None = self._work.exception()
-        return error
+        return self._work.exception()  # type: ignore[no-any-return]
 
     @override
     def finish(self, seconds: float | None) -> None:

@@ -354,6 +354,12 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
     return found
 
 
+def numbers() -> dict[str, int]:
+    """How many calls were compared on each group, by its name."""
+    groups = filter(None, [ref() for ref in _counted.keyrefs()])  # another thread may add some
+    return {group.group_name: calls_of(group).number for group in groups}
+
+
 class OpCallCheck(CallCheck):
     """The check of one call of an op, with the call's metadata, `recorded`; None where no backward can be recorded.
 

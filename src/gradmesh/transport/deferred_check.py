@@ -26,7 +26,7 @@ A message is a JSON object, recognised by the key that only it has, and bytes. A
     post       logs with new calls (name, first call, number of calls, how many are awaited, members, whether they are
                messages; the digests follow as bytes);
                whether it waits to `step`; how many functions were `launched`
-    blocked    whether it is blocked, when that changes, and the call that it is in if that is compared `at_once`
+    blocked    whether it is blocked, the call that it is in if that is compared `at_once`, and how many it has `made`
     words      the answer to `ask`: each call as text, `where` its threads are, the `ends` of its connections
     returned   how many launched functions have returned
     bye        how it ends, last of all
@@ -58,7 +58,6 @@ import time
 import warnings
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +76,9 @@ from gradmesh.transport.call_checks import (
     RECEIVES,
     MessageCheck,
     OpCallCheck,
+    calls_of,
     flags_conflict,
+    numbers,
     signed,
     without_backward,
 )
@@ -285,7 +286,6 @@ class Checker:
         self.threads: set[int] = {threading.get_ident()}  # the threads that make calls
         self.closed = False  # whether it has ended
         self._at_once: tuple[str, int, list[int]] | None = None
-        self._met: Counter[str] = Counter()
         self.returned = 0  # the functions launched when the last one of them returned; 0: none has
         if threads.rank_locals() is None:
             self.threads.add(threading.main_thread().ident or 0)
@@ -345,9 +345,8 @@ class Checker:
     @contextlib.contextmanager
     def at_once(self, axis: Axis) -> Iterator[None]:
         """The block makes a call of CPU tensors, which is compared at once, and in which this rank may wait."""
-        self._met[name := axis.group.group_name] += 1
         with contextlib.suppress(GradmeshError):  # the group was destroyed, and Gloo still sends over it
-            self._at_once = name, self._met[name], axis.global_ranks
+            self._at_once = axis.group.group_name, calls_of(axis.group).number, axis.global_ranks
         try:
             yield
         finally:
@@ -540,7 +539,7 @@ class Checker:
                 still.moved()
             if blocked != still.reported:
                 still.reported = blocked
-                connection.send({"blocked": blocked, "at_once": at_once})
+                connection.send({"blocked": blocked, "at_once": at_once, "made": numbers()})
 
     def _made(self) -> int:
         with self._lock:
@@ -759,6 +758,7 @@ class _Peer:
     blocked: float | None = None  # since when it is blocked, by `time.monotonic`; None: it is not
     # where it is blocked, the group, number and ranks of a call that compares at once; None: in none
     at_once: list[Any] | None = None
+    made: dict[str, int] = field(default_factory=dict)  # its calls on each group when it was blocked
     launched: int = 0  # how many functions had been launched when it last posted calls
     returned: int = 0  # how many had been launched when the last one that has returned was; 0: none has
     ended: str = ""  # how it has ended; "": it runs
@@ -1001,7 +1001,7 @@ class Hub:
                 self._posted(rank, said["post"], blob)
             elif "blocked" in said:
                 self._peers[rank].blocked = time.monotonic() if said["blocked"] else None
-                self._peers[rank].at_once = said["at_once"]
+                self._peers[rank].at_once, self._peers[rank].made = said["at_once"], said["made"]
             elif "returned" in said:
                 self._peers[rank].returned = said["returned"]
             elif "words" in said:
@@ -1211,9 +1211,8 @@ class Hub:
         needs = {rank: {other for late in found.values() for other in late} for rank, found in waits.items()}
         for rank in blocked:
             if (call := self._peers[rank].at_once) is not None:
-                met = {other for other, peer in self._peers.items() if peer.at_once == call}
-                others = {*call[2]} - {rank} - met
-                needs[rank] = needs.get(rank, set()) | others
+                met = {other for other, peer in self._peers.items() if peer.made.get(call[0], 0) >= call[1]}
+                needs[rank] = needs.get(rank, set()) | ({*call[2]} - {rank} - met)
         self._look_for_returned({other for others in needs.values() for other in others})
         since = {rank: now - (self._peers[rank].blocked or now) for rank in blocked}
         stuck = {

@@ -226,8 +226,7 @@ class _Plan:
         self.ends = max(map(sum, send)), max(map(sum, receive))
 
 
-_Data = tuple[Tensor, Tensor, _Plan]
-"""A dense operand and result, and what is sent of them."""
+_Data = tuple[Tensor, Tensor, _Plan]  # a dense operand and result, and what is sent of them
 
 
 @lru_cache(maxsize=256)
@@ -449,11 +448,10 @@ class TorchGroup(GroupTransport):
         Returns:
             Every rank's tensor, on other ranks than the root none; None: it was not sent.
         """
-        size, nbytes = self.axis.size, x.numel() * x.dtype.itemsize
+        rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
         if nbytes > self._inline() or not x.is_cpu:
             self._agree(self.take_check())
             return None
-        rank = self.axis.rank
         rows = self.room(x, (size if root in (None, rank) else 0, *x.shape))
         return rows if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)) else None
 
