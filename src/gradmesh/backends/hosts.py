@@ -174,8 +174,7 @@ class _Message(OwnWork):
 
     def __init__(self, work: dist.Work, result: object, end: Callable[[], object] = lambda: None) -> None:
         super().__init__(result)
-        self._work, self._end = work, end
-        self._ended = False
+        self._work, self._end, self._ended = work, end, False
 
     @override
     def is_over(self) -> bool:

@@ -314,6 +314,7 @@ class Calls:
         "lock",
         "log",
         "memos",
+        "met",
         "number",
         "words",
     )
@@ -321,7 +322,7 @@ class Calls:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Held during a call that is compared: threads must not interleave their calls on one group.
         self.lock = threading.RLock()
-        self.number = 0  # how many calls were compared
+        self.number = self.met = 0  # how many calls were compared, and how many of these at once
         self.local = 0  # how many calls since then sent nothing but have a backward that sends
         self.local_digest = 0  # a digest of those
         self.words: list[str] = []
@@ -355,9 +356,8 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
 
 
 def numbers() -> dict[str, int]:
-    """How many calls were compared on each group, by its name."""
-    groups = filter(None, [ref() for ref in _counted.keyrefs()])  # another thread may add some
-    return {group.group_name: calls_of(group).number for group in groups}
+    """How many calls were compared at once on each group, by its name."""
+    return {g.group_name: calls_of(g).met for ref in _counted.keyrefs() if (g := ref()) is not None}
 
 
 class OpCallCheck(CallCheck):

@@ -346,7 +346,7 @@ class Checker:
     def at_once(self, axis: Axis) -> Iterator[None]:
         """The block makes a call of CPU tensors, which is compared at once, and in which this rank may wait."""
         with contextlib.suppress(GradmeshError):  # the group was destroyed, and Gloo still sends over it
-            self._at_once = axis.group.group_name, calls_of(axis.group).number, axis.global_ranks
+            self._at_once = axis.group.group_name, calls_of(axis.group).met, axis.global_ranks
         try:
             yield
         finally:
@@ -758,7 +758,7 @@ class _Peer:
     blocked: float | None = None  # since when it is blocked, by `time.monotonic`; None: it is not
     # where it is blocked, the group, number and ranks of a call that compares at once; None: in none
     at_once: list[Any] | None = None
-    made: dict[str, int] = field(default_factory=dict)  # its calls on each group when it was blocked
+    made: dict[str, int] = field(default_factory=dict)  # its calls that compare at once, on each group
     launched: int = 0  # how many functions had been launched when it last posted calls
     returned: int = 0  # how many had been launched when the last one that has returned was; 0: none has
     ended: str = ""  # how it has ended; "": it runs

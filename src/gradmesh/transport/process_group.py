@@ -538,6 +538,7 @@ class TorchGroup(GroupTransport):
         """Exchange the first messages, with this rank's data if it is short; `begin` sends it otherwise."""
         axis, deferred = self.axis, rank_state().deferred_check
         room, calls, works = self._inline(), calls_of(axis.group), list[dist.Work]()
+        calls.met += 1
         try:
             memory = calls.first_messages.pop()
         except IndexError:
