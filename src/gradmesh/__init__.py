@@ -162,9 +162,8 @@ __all__ = [
 ]
 
 _LAZY_PACKAGES = ("compat", "nn", "testing", "verify")
-_importing = (
-    threading.RLock()
-)  # a package and a module in it, imported by two threads at once, wait for each other
+# Two threads that import a package and a module in it at the same time would wait for each other.
+_importing = threading.RLock()
 _LAZY = {
     name: f"{__name__}.{module}"
     for module, names_of_module in {

@@ -174,7 +174,8 @@ class _Message(OwnWork):
 
     def __init__(self, work: dist.Work, result: object, end: Callable[[], object] = lambda: None) -> None:
         super().__init__(result)
-        self._work, self._end, self._ended = work, end, False
+        self._work, self._end = work, end
+        self._ended = False
 
     @override
     def is_over(self) -> bool:
@@ -182,7 +183,8 @@ class _Message(OwnWork):
 
     @override
     def exception(self) -> BaseException | None:
-        return self._work.exception()  # type: ignore[no-any-return]
+        error: BaseException | None = self._work.exception()
+        return error
 
     @override
     def finish(self, seconds: float | None) -> None:

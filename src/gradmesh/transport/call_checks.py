@@ -355,7 +355,7 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
     return found
 
 
-def numbers() -> dict[str, int]:
+def calls_at_once() -> dict[str, int]:
     """How many calls were compared at once on each group, by its name."""
     return {g.group_name: calls_of(g).met for ref in _counted.keyrefs() if (g := ref()) is not None}
 

@@ -26,7 +26,7 @@ A message is a JSON object, recognised by the key that only it has, and bytes. A
     post       logs with new calls (name, first call, number of calls, how many are awaited, members, whether they are
                messages; the digests follow as bytes);
                whether it waits to `step`; how many functions were `launched`
-    blocked    whether it is blocked, the call that it is in if that is compared `at_once`, and how many it has `made`
+    blocked    whether it is blocked, the call that it is in if that is compared `at_once`, and how many such it `met`
     words      the answer to `ask`: each call as text, `where` its threads are, the `ends` of its connections
     returned   how many launched functions have returned
     bye        how it ends, last of all
@@ -76,9 +76,9 @@ from gradmesh.transport.call_checks import (
     RECEIVES,
     MessageCheck,
     OpCallCheck,
+    calls_at_once,
     calls_of,
     flags_conflict,
-    numbers,
     signed,
     without_backward,
 )
@@ -539,7 +539,7 @@ class Checker:
                 still.moved()
             if blocked != still.reported:
                 still.reported = blocked
-                connection.send({"blocked": blocked, "at_once": at_once, "made": numbers()})
+                connection.send({"blocked": blocked, "at_once": at_once, "met": calls_at_once()})
 
     def _made(self) -> int:
         with self._lock:
@@ -758,7 +758,7 @@ class _Peer:
     blocked: float | None = None  # since when it is blocked, by `time.monotonic`; None: it is not
     # where it is blocked, the group, number and ranks of a call that compares at once; None: in none
     at_once: list[Any] | None = None
-    made: dict[str, int] = field(default_factory=dict)  # its calls that compare at once, on each group
+    met: dict[str, int] = field(default_factory=dict)  # how many of these it had come to, on each group
     launched: int = 0  # how many functions had been launched when it last posted calls
     returned: int = 0  # how many had been launched when the last one that has returned was; 0: none has
     ended: str = ""  # how it has ended; "": it runs
@@ -1001,7 +1001,7 @@ class Hub:
                 self._posted(rank, said["post"], blob)
             elif "blocked" in said:
                 self._peers[rank].blocked = time.monotonic() if said["blocked"] else None
-                self._peers[rank].at_once, self._peers[rank].made = said["at_once"], said["made"]
+                self._peers[rank].at_once, self._peers[rank].met = said["at_once"], said["met"]
             elif "returned" in said:
                 self._peers[rank].returned = said["returned"]
             elif "words" in said:
@@ -1211,7 +1211,7 @@ class Hub:
         needs = {rank: {other for late in found.values() for other in late} for rank, found in waits.items()}
         for rank in blocked:
             if (call := self._peers[rank].at_once) is not None:
-                met = {other for other, peer in self._peers.items() if peer.made.get(call[0], 0) >= call[1]}
+                met = {other for other, peer in self._peers.items() if peer.met.get(call[0], 0) >= call[1]}
                 needs[rank] = needs.get(rank, set()) | ({*call[2]} - {rank} - met)
         self._look_for_returned({other for others in needs.values() for other in others})
         since = {rank: now - (self._peers[rank].blocked or now) for rank in blocked}

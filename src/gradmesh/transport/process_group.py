@@ -456,7 +456,7 @@ class TorchGroup(GroupTransport):
         return rows if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)) else None
 
     def _deliver(self, flat: Tensor, out: Tensor, plan: _Plan, *, directly: bool = True) -> bool:
-        """Compare the ranks' calls, and send the parts where messages are the fastest way.
+        """Compare the ranks' calls and counts, and send the parts where messages are the fastest way.
 
         That is with the check if they are short, or in pairs of ranks, if these are few and `directly` says so.
 

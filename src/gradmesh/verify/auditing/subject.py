@@ -416,10 +416,9 @@ class _Search:
         value = holder[name] if isinstance(holder, dict) else vars(holder)[name]
         if isinstance(value, bool):
             others: list[Any] = [not value]
-        elif assigned and isinstance(value, str | int | float):  # which is not a sentence
-            others = [
-                c for c in reader.constants if type(c) is type(value) and c != value and " " not in str(c)
-            ]
+        elif assigned and isinstance(value, str | int | float):
+            others = [c for c in reader.constants if type(c) is type(value) and c != value]
+            others = [c for c in others if " " not in str(c)]  # no sentences
         else:
             return
         if others:
@@ -439,9 +438,8 @@ class _Reader:
         names = frozenset(name for each in codes for name in each.co_names)
         # Since Python 3.14 small integers are in the instructions themselves.
         load = {*dis.hasconst, dis.opmap.get("LOAD_SMALL_INT")}
-        return cls(
-            names, [i.argval for each in codes for i in dis.get_instructions(each) if i.opcode in load]
-        )
+        read = [i for each in codes for i in dis.get_instructions(each)]
+        return cls(names, [i.argval for i in read if i.opcode in load])
 
     def read_from(self, space: Mapping[str, Any]) -> list[str]:
         """The names of a module or object that the code may read."""
