@@ -106,7 +106,8 @@ def _counted(calls: Counter[str]) -> Any:
     changed = contextlib.ExitStack()
     for name, call in names.items():
         changed.enter_context(patch.object(dist, name, counting(name, call)))
-    changed.enter_context(patch.object(TorchGroup, "_post", counting("_post", TorchGroup._post)))
+    for name in ("_post", "_all_to_all"):
+        changed.enter_context(patch.object(TorchGroup, name, counting(name, getattr(TorchGroup, name))))
     return changed
 
 
@@ -120,7 +121,7 @@ def test_the_check_of_a_short_call_costs_no_message(worlds: Any) -> None:
 
 
 def test_the_check_of_a_long_call_costs_one_message(worlds: Any) -> None:
-    for size in (inline(2), 1 << 15):
+    for size in (inline(2), 3 << 18):
         checked, unchecked = (_gloo(worlds)(_messages, level, size)[0] for level in (1, 0))
         assert checked == {verb: (f + 1, b + 1) for verb, (f, b) in unchecked.items()}
 
@@ -168,7 +169,10 @@ def _calls(seed: int, rounds: int) -> Counter[str]:
     """Random calls, some of which differ between the ranks; each is right, or raises on every rank."""
     same, rank, size, done = random.Random(seed), gm.rank(), gm.axis().size, Counter[str]()
     for _ in range(rounds):
-        n, dtype = size * same.choice([1, 512, 4097, 9000, 70_000]), same.choice([torch.uint8, torch.float64])
+        n, dtype = (
+            size * same.choice([1, 512, 4097, 9000, 70_000, 300_000]),
+            same.choice([torch.uint8, torch.float64]),
+        )
         odd = rank in same.choice([[same.randrange(size)], range(1, size, 2)])
         kind, name, other = same.choice(["right", "verb", "length", "counts"]), *same.sample(sorted(VERBS), 2)
         each = [torch.arange(n).remainder(11).add(r).to(dtype) for r in range(size)]

@@ -180,9 +180,10 @@ def _flush_at_exit(posted: deque[tuple[Tensor, dist.Work]]) -> None:
             work.wait(timedelta(seconds=30))
 
 
-# torch 2.13 renamed both; the old names only warn there.
+# torch 2.13 renamed them; the old names only warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_EXCHANGE = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 
 
 class GroupTransport(Transport):
@@ -198,19 +199,22 @@ class GroupTransport(Transport):
         return packing.empty(shape, like.dtype, like.device)
 
 
-HEAD, DIRECT, PAIRS = 16, 1 << 16, 8
+HEAD, DIRECT, PAIRS = 16, 1 << 18, 8
 """Bytes of the call check in a first message, and of an operand that goes to each rank; the most ranks in pairs."""
 
 
 def inline(size: int) -> int:
-    """Bytes for each of so many ranks that Gloo sends with the check: without pairs, less than a packet."""
-    return 4096 if size <= PAIRS else 1008
+    """The most bytes for each of so many ranks that Gloo sends with the check."""
+    return (1 << 21) // size
 
 
 def gathered(size: int) -> int:
     """The most bytes of an operand of which every rank adds all in an all_reduce of so many ranks."""
-    return 1 << 20 if size == 2 else max(inline(size), DIRECT // size)
+    return 1 << 20 if size == 2 else max(1 << 10, (1 << 16) // size)
 
+
+_PACKET = 1008
+"""Bytes for each rank with the check on other backends, where all first messages have one length."""
 
 _Parts = Sequence[tuple[int, int]]
 """The part of a buffer for each rank, or from each rank: its first byte, and its number of bytes."""
@@ -260,36 +264,40 @@ class _FirstMessages:
     It is written by address: to make a tensor of a part takes longer than to copy it.
     """
 
-    def __init__(self, rank: int, size: int, room: int) -> None:
-        self.rank, self.width = rank, HEAD + room
-        self.heads_sent, self.heads_got = bytearray(size * self.width), bytearray(size * self.width)
+    def __init__(self, rank: int, size: int, *, exact: bool) -> None:
+        self.rank, self.exact, self.room = rank, exact, inline(size) if exact else _PACKET
+        self.longest = [HEAD + self.room] * size
+        if exact:
+            self.longest[rank] = HEAD
+        *self.places, total = accumulate(self.longest, initial=0)
+        self.heads_sent, self.heads_got = bytearray(total), bytearray(total)
         self.sent = torch.frombuffer(self.heads_sent, dtype=torch.uint8)
         self.got = torch.frombuffer(self.heads_got, dtype=torch.uint8)
-        self.places = [(rank * self.width, self.width) for rank in range(size)]
 
-    def write(self, own: int, flat: Tensor | None, send: _Parts) -> _Parts:
-        """Write this rank's head and data, if it is short, for each rank; returns the parts of `sent`."""
-        for first, _ in self.places:
-            _HEAD.pack_into(self.heads_sent, first, own, flat is None)
-        _HEAD.pack_into(self.heads_got, self.places[self.rank][0], own, flat is None)
-        if flat is None:
-            return [(first, HEAD) for first, _ in self.places]
-        address, place = flat.data_ptr(), self.sent.data_ptr() + HEAD
-        for rank, (first, length) in enumerate(send):
-            if length and rank != self.rank:
-                ctypes.memmove(place + rank * self.width, address + first, length)
-        return [(place, HEAD + length) for (place, _), (_, length) in zip(self.places, send, strict=True)]
+    def write(self, own: int, data: _Data | None) -> list[int]:
+        """Write this rank's head and short data for each rank, one after another; returns the messages' lengths."""
+        lengths, place = [HEAD] * len(self.places) if self.exact else self.longest, 0
+        address, room = 0 if data is None else data[0].data_ptr(), self.sent.data_ptr() + HEAD
+        for rank in range(len(lengths)):
+            _HEAD.pack_into(self.heads_sent, place, own, data is None)
+            if data is not None and rank != self.rank:
+                first, length = data[2].send[rank]
+                ctypes.memmove(room + place, address + first, length)
+                if self.exact:
+                    lengths[rank] += length
+            place += lengths[rank]
+        return lengths
 
     def read(self, out: Tensor, receive: _Parts) -> None:
         """Read the other ranks' data."""
-        address, place = out.data_ptr(), self.got.data_ptr() + HEAD
+        address, room = out.data_ptr(), self.got.data_ptr() + HEAD
         for rank, (first, length) in enumerate(receive):
             if length and rank != self.rank:
-                ctypes.memmove(address + first, place + rank * self.width, length)
+                ctypes.memmove(address + first, room + self.places[rank], length)
 
     def heads(self) -> list[tuple[int, int]]:
         """Every rank's head, and whether its data is too long to be here."""
-        return [_HEAD.unpack_from(self.heads_got, first) for first, _ in self.places]
+        return [_HEAD.unpack_from(self.heads_got, place) for place in self.places]
 
 
 class TorchGroup(GroupTransport):
@@ -351,26 +359,27 @@ class TorchGroup(GroupTransport):
         """`all_reduce`, of a dense copy: Gloo adds tensors in the order of their memory."""
         if x.dtype not in CARRIED:
             return super().sum(x)
-        size, nbytes = self.axis.size, x.numel() * x.dtype.itemsize
-        if self._on_gloo(x) and nbytes <= gathered(size):
+        size, nbytes, gloo = self.axis.size, x.numel() * x.dtype.itemsize, self._on_gloo(x)
+        if x.is_cpu and nbytes <= (gathered(size) if gloo else _PACKET):
             parts = self.gather(as_flat(x), [x.numel()] * size, (size, *x.shape), even=True)
             return parts.sum(0, dtype=x.dtype)
-        if self._on_gloo(x) and nbytes <= DIRECT:
+        if gloo and nbytes <= DIRECT:
             return super().sum(x)
-        rows = self._sent_with_check(x)
-        if rows is not None:
-            return rows.sum(0, dtype=x.dtype)
+        self._agree(self.take_check())
         out = self.copy(x)
         dist.all_reduce(flat_memory(out), group=self.axis.group)
         return out
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
-        """`reduce`."""
+        """`reduce`, or the sum at the root of short tensors."""
         if x.dtype not in CARRIED:
             return super().sum_at(x, root)
-        rows = self._sent_with_check(x, root)
-        if rows is not None:
-            return rows.sum(0, dtype=x.dtype)
+        rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
+        if x.is_cpu and nbytes <= (DIRECT if calls_of(self.axis.group).gloo else _PACKET):
+            rows = self.room(x, (size if rank == root else 0, *x.shape))
+            if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)):
+                return rows.sum(0, dtype=x.dtype)
+        self._agree(self.take_check())
         out = self.copy(x)
         dist.reduce(flat_memory(out), group_dst=root, group=self.axis.group)
         # Backends leave partial sums on the other ranks.
@@ -434,26 +443,9 @@ class TorchGroup(GroupTransport):
                 works.append(group.send([sent[first : first + length]], to, _tag(call, length)))
         return works
 
-    def _inline(self) -> int:
-        """The most bytes for each rank that are sent with the check."""
-        return inline(self.axis.size if calls_of(self.axis.group).gloo else PAIRS + 1)
-
     def _on_gloo(self, x: Tensor) -> bool:
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
         return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
-
-    def _sent_with_check(self, x: Tensor, root: int | None = None) -> Tensor | None:
-        """Compare the ranks' calls, and send all ranks, or one, a tensor that is short enough to go with the check.
-
-        Returns:
-            Every rank's tensor, on other ranks than the root none; None: it was not sent.
-        """
-        rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
-        if nbytes > self._inline() or not x.is_cpu:
-            self._agree(self.take_check())
-            return None
-        rows = self.room(x, (size if root in (None, rank) else 0, *x.shape))
-        return rows if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)) else None
 
     def _deliver(self, flat: Tensor, out: Tensor, plan: _Plan, *, directly: bool = True) -> bool:
         """Compare the ranks' calls and counts, and send the parts where messages are the fastest way.
@@ -471,7 +463,7 @@ class TorchGroup(GroupTransport):
         if directly and self._in_pairs(flat):
             call = None if call_check is None else (call_check.digest, call_check.calls.number)
             begin = lambda: self._post(bytes_of(data[0]), bytes_of(out), plan.send, plan.receive, call)  # noqa: E731
-        return self._agree(call_check, data, begin)
+        return self._agree(call_check, data if directly else None, begin)
 
     def _agree(
         self,
@@ -537,23 +529,31 @@ class TorchGroup(GroupTransport):
     ) -> tuple[_FirstMessages, list[dist.Work]]:
         """Exchange the first messages, with this rank's data if it is short; `begin` sends it otherwise."""
         axis, deferred = self.axis, rank_state().deferred_check
-        room, calls, works = self._inline(), calls_of(axis.group), list[dist.Work]()
+        calls, works = calls_of(axis.group), list[dist.Work]()
         calls.met += 1
         try:
             memory = calls.first_messages.pop()
         except IndexError:
-            memory = _FirstMessages(axis.rank, axis.size, room)
-        short = data is not None and data[0].is_cpu and data[2].longest <= room
-        parts = memory.write(own, *(data[0], data[2].send) if data is not None and short else (None, ()))
+            memory = _FirstMessages(axis.rank, axis.size, exact=calls.gloo)
+        short = data is not None and data[0].is_cpu and data[2].longest <= memory.room
+        lengths = memory.write(own, data if short else None)
         with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis):
-            if calls.gloo and axis.size <= PAIRS:
-                meeting = self._post(memory.sent, memory.got, parts, memory.places)
-                if begin is not None and not short:
-                    works = begin()
-                _wait(meeting)
-            else:
-                dist.all_to_all_single(memory.got, memory.sent, group=axis.group)
+            meeting = self._all_to_all(memory, lengths)
+            if begin is not None and not short:
+                works = begin()
+            _wait([meeting])
         return memory, works
+
+    def _all_to_all(self, memory: _FirstMessages, lengths: list[int]) -> dist.Work:
+        """Begin to exchange the first messages in one collective: its ranks wait less often than with messages.
+
+        With Gloo a rank may expect more than it is sent.
+        """
+        if not memory.exact:
+            return dist.all_to_all_single(memory.got, memory.sent, group=self.axis.group, async_op=True)  # type: ignore[no-any-return]
+        # torch.distributed's own function takes as long as the exchange of a short message.
+        exchange: Callable[..., dist.Work] = getattr(self.axis.group, _EXCHANGE)
+        return exchange(memory.got, memory.sent[: sum(lengths)], memory.longest, lengths)
 
     def _words(self, own: str) -> list[str]:
         """Every rank's text.
@@ -596,10 +596,8 @@ class OwnGroupTransport(GroupTransport):
     ) -> Tensor:
         """`exchange_flat`."""
         out = self.room(flat, [sum(receive)] if shape is None else shape)
-        if even:
-            self.group.exchange_flat(flattened(out), flat, None, None, self.take_check())
-        else:
-            self.group.exchange_flat(flattened(out), flat, send, receive, self.take_check())
+        parts: tuple[Counts | None, Counts | None] = (None, None) if even else (send, receive)
+        self.group.exchange_flat(flattened(out), flat, *parts, self.take_check())
         return out
 
     def gather(

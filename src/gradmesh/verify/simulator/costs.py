@@ -18,19 +18,18 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 | barrier | L, 0 | L, 0 | 1, 0 |
 
 `gloo` is what gradmesh sends over Gloo at check level 1. A round is a message and the notice of the receiver that it is
-ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of
-`HEAD` bytes, which compares it and carries at most `inline(W)` bytes for each rank, of more than `PAIRS` ranks always
-as many. What is longer is sent at the same time by exchanges of at most `PAIRS` ranks, and else afterwards; in rounds,
-with the first one, and bytes:
+ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of `HEAD` bytes,
+which compares it and carries at most `inline(W)` bytes for each rank. Longer data of at most `PAIRS` ranks is sent at
+the same time, and else afterwards; in rounds, with the first one, and bytes:
 
 | op | up to `DIRECT` bytes | above |
 |---|---|---|
 | all_gather | 1 or 2, s | 1 of two ranks, W of more, s |
 | reduce_scatter, all_to_all, gather, scatter, permute | 1 or 2, s | 1 or 2, s |
 | all_reduce up to `gathered(W)` | 1 or 2, n (W - 1) | the same |
-| all_reduce | 2 or 3, s | 2 W - 1, s |
+| all_reduce | 2, s | 2 W - 1, s |
 | broadcast | 1, or (3 + L) / 2, s | 1 of two ranks, (3 + L) / 2 of more, s |
-| reduce (roughly) | W, s | W, s |
+| reduce (above roughly) | 1 or W, s | W, s |
 
 If two are given, the faster one counts. `direct` is for ranks that reach each other at once, as through one switch or
 in shared memory. A link may add a fixed time per call. Arithmetic of reductions is free, unless the link's bandwidth
@@ -114,17 +113,20 @@ MESSAGE = 144
 
 
 def _gloo(op: str, size: int, n: float, s: float) -> list[Cost]:
-    others = size - 1
-    meeting = others * (HEAD + MESSAGE + (0 if size <= PAIRS else inline(size)))
-    part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
+    others, first = size - 1, int(size > PAIRS)
+    meeting = others * (HEAD + MESSAGE)
     if op == "all_reduce" and n <= gathered(size):
         op, s = "all_gather", n * others
-    if part <= inline(size):
-        return [(1, meeting + (s if size <= PAIRS else 0))]
-    first, directly = int(size > PAIRS), n <= DIRECT or (size == 2 and op != "all_reduce")
+    whole = op in ("all_gather", "all_reduce", "broadcast", "reduce")
+    directly = not whole or n <= DIRECT or (size == 2 and op in ("all_gather", "broadcast"))
+    if op == "all_reduce" and directly:
+        return [(2, meeting + others * MESSAGE + s)]
+    part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
+    if part <= inline(size) and directly:
+        return [(1, meeting + s)]
     rounds, messages = {
         "all_gather": (first if directly else others, others),
-        "all_reduce": (1 + first if directly else 2 * others, 2 * others),
+        "all_reduce": (2 * others, 2 * others),
         "broadcast": (0 if directly and not first else (1 + _log(size)) / 2, others),
         "reduce": (others, 1),
     }.get(op, (first, others))
