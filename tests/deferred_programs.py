@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.errors import CheckWarning
-from gradmesh.transport import deferred_check, process_group
+from gradmesh.transport import deferred_check
+from gradmesh.transport.process_group import TorchGroup
 from tests import simulated_device as sd
 from tests.store_event import StoreEvent
 from tools import mismatches
@@ -70,13 +71,18 @@ def stalled_after_its_part(done: list[bool]) -> None:
     with gm.check(1):
         gm.all_gather(torch.ones(1), group)
     gm.all_gather(torch.ones(1))
-    wait = process_group._wait
+    begin = TorchGroup._all_to_all
 
-    def waited(works: Any) -> None:
-        wait(works)
-        time.sleep(2.5)
+    def slow(*call: Any) -> Mock:
+        work = begin(*call)
 
-    with gm.check(1), patch.object(process_group, "_wait", waited if gm.rank() else wait):
+        def wait() -> None:
+            work.wait()
+            time.sleep(2.5)
+
+        return Mock(wait=wait)
+
+    with gm.check(1), patch.object(TorchGroup, "_all_to_all", slow if gm.rank() else begin):
         gm.all_gather(torch.ones(1), group)
     gm.shift(torch.ones(1))
     done[0] = True

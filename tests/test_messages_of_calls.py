@@ -22,6 +22,7 @@ import torch.distributed as dist
 import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
 from gradmesh.ops.base import Op
+from gradmesh.transport import process_group
 from gradmesh.transport.process_group import TorchGroup, inline
 from tools.hosts import Hosts, why_not
 
@@ -147,6 +148,43 @@ def _values(sizes: list[int]) -> None:
 def test_values_do_not_depend_on_how_they_are_sent(worlds: Any) -> None:
     edge = inline(3) // 8
     worlds(3, "gloo", 240).run(_values, [0, 1, edge - 1, edge, edge + 1, 4 * edge + 3])
+
+
+def _reduced() -> bool:
+    """Whether a sum has the same bits at every level, also where more ranks than few send no messages in pairs."""
+    each = [torch.randn(20_000, generator=torch.Generator().manual_seed(r)) for r in range(gm.axis().size)]
+    found = [torch.stack(each).sum(0)]
+    for pairs in (8, 1):
+        for level in (0, 1, "deferred"):
+            with gm.check(level), patch.object(process_group, "PAIRS", pairs):
+                found.append(gm.reduce(each[gm.rank()], root=0))
+    return gm.rank() != 0 or all(one.equal(found[0]) for one in found)
+
+
+def test_a_reduce_adds_in_rank_order_at_every_level(worlds: Any) -> None:
+    assert all(worlds(3, "gloo", 240).run(_reduced))
+
+
+def _detailed() -> None:
+    """Calls whose messages differ in number between the ranks, where torch counts them to compare collectives."""
+    torchs: Any = dist
+    torchs.set_debug_level(torchs.DebugLevel.DETAIL)
+    try:
+        group, rank = dist.new_group(backend="gloo"), float(gm.rank())
+        for level in (0, 1):
+            with gm.check(level):
+                for n in (3, 300_000):
+                    got = gm.permute(torch.full((n,), 1 + rank), group, pairs=[(0, 1)])
+                    assert got.equal(torch.full((n,), float(rank == 1)))
+                    assert gm.broadcast(torch.full((n,), rank), group, root=2).equal(torch.full((n,), 2.0))
+                    assert gm.reduce(torch.full((n,), rank), group, root=1).sum() == 3 * n * (rank == 1)
+                assert gm.all_reduce(torch.full((2,), rank), group, dst=gm.I).tolist() == [3, 3]
+    finally:
+        torchs.set_debug_level(torchs.DebugLevel.OFF)
+
+
+def test_calls_are_right_where_torch_compares_the_collectives(worlds: Any) -> None:
+    worlds(3, "gloo", 240).run(_detailed)
 
 
 def _one_is_long() -> list[str]:

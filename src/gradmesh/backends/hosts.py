@@ -213,7 +213,7 @@ class HostsGroup(FlatGroup):
         name: of the group.
     """
 
-    backend = "hosts"
+    backend, inline = "hosts", DIRECT  # the bytes for each rank that are sent with the check of a verb's call
 
     def __init__(
         self,

@@ -199,8 +199,9 @@ class GroupTransport(Transport):
         return packing.empty(shape, like.dtype, like.device)
 
 
-HEAD, DIRECT, PAIRS = 16, 1 << 18, 8
-"""Bytes of the call check in a first message, and of an operand that goes to each rank; the most ranks in pairs."""
+HEAD, PACKET, PAIRS = 16, 1008, 8
+"""Bytes of the call check in a first message, and of data where all of these have one length; the most ranks that send
+longer data in messages between pairs."""
 
 
 def inline(size: int) -> int:
@@ -208,13 +209,15 @@ def inline(size: int) -> int:
     return (1 << 21) // size
 
 
+def direct(size: int) -> int:
+    """The most bytes that go to each of so many ranks at once, as rings send less between hosts of several ranks."""
+    return max(1 << 16, (1 << 20) // size)
+
+
 def gathered(size: int) -> int:
     """The most bytes of an operand of which every rank adds all in an all_reduce of so many ranks."""
     return 1 << 20 if size == 2 else max(1 << 10, (1 << 16) // size)
 
-
-_PACKET = 1008
-"""Bytes for each rank with the check on other backends, where all first messages have one length."""
 
 _Parts = Sequence[tuple[int, int]]
 """The part of a buffer for each rank, or from each rank: its first byte, and its number of bytes."""
@@ -264,15 +267,15 @@ class _FirstMessages:
     It is written by address: to make a tensor of a part takes longer than to copy it.
     """
 
-    def __init__(self, rank: int, size: int, *, exact: bool) -> None:
-        self.rank, self.exact, self.room = rank, exact, inline(size) if exact else _PACKET
-        self.longest = [HEAD + self.room] * size
-        if exact:
-            self.longest[rank] = HEAD
+    def __init__(self, axis: Axis, room: int | None) -> None:
+        self.rank, self.exact, self.room = axis.rank, room is not None, room or PACKET
+        self.longest = [HEAD + self.room] * axis.size
+        if self.exact:
+            self.longest[axis.rank] = HEAD
         *self.places, total = accumulate(self.longest, initial=0)
-        self.heads_sent, self.heads_got = bytearray(total), bytearray(total)
-        self.sent = torch.frombuffer(self.heads_sent, dtype=torch.uint8)
-        self.got = torch.frombuffer(self.heads_got, dtype=torch.uint8)
+        self.sent, self.got = (torch.empty(total, dtype=torch.uint8, device="cpu") for _ in range(2))
+        self.heads_sent = (ctypes.c_char * total).from_address(self.sent.data_ptr())
+        self.heads_got = (ctypes.c_char * total).from_address(self.got.data_ptr())
 
     def write(self, own: int, data: _Data | None) -> list[int]:
         """Write this rank's head and short data for each rank, one after another; returns the messages' lengths."""
@@ -330,13 +333,10 @@ class TorchGroup(GroupTransport):
     ) -> Tensor:
         """`all_gather_single` where all lengths are equal; backends have no ragged form of it."""
         size, nbytes = self.axis.size, flat.numel() * flat.dtype.itemsize
-        short = nbytes <= DIRECT
-        if (not even and len(set(counts)) > 1) or (
-            short and self._on_gloo(flat) and not self._in_pairs(flat)
-        ):
+        short = nbytes <= direct(size)
+        if (short and size > PAIRS and self._on_gloo(flat)) or (not even and len(set(counts)) > 1):
             return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        # Between two ranks as in a ring, which sends less between hosts of many.
         if not self._deliver(flat, out, _same(self.axis.rank, size, nbytes), directly=short or size == 2):
             _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
@@ -360,10 +360,10 @@ class TorchGroup(GroupTransport):
         if x.dtype not in CARRIED:
             return super().sum(x)
         size, nbytes, gloo = self.axis.size, x.numel() * x.dtype.itemsize, self._on_gloo(x)
-        if x.is_cpu and nbytes <= (gathered(size) if gloo else _PACKET):
+        if x.is_cpu and nbytes <= (gathered(size) if gloo else self._inline() or PACKET):
             parts = self.gather(as_flat(x), [x.numel()] * size, (size, *x.shape), even=True)
             return parts.sum(0, dtype=x.dtype)
-        if gloo and nbytes <= DIRECT:
+        if gloo and nbytes <= direct(size):
             return super().sum(x)
         self._agree(self.take_check())
         out = self.copy(x)
@@ -375,10 +375,11 @@ class TorchGroup(GroupTransport):
         if x.dtype not in CARRIED:
             return super().sum_at(x, root)
         rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
-        if x.is_cpu and nbytes <= (DIRECT if calls_of(self.axis.group).gloo else _PACKET):
+        if x.is_cpu and nbytes <= min(direct(size), self._inline() or PACKET):
             rows = self.room(x, (size if rank == root else 0, *x.shape))
             if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)):
                 return rows.sum(0, dtype=x.dtype)
+            return super().sum_at(x, root)  # in rank order, too
         self._agree(self.take_check())
         out = self.copy(x)
         dist.reduce(flat_memory(out), group_dst=root, group=self.axis.group)
@@ -390,7 +391,7 @@ class TorchGroup(GroupTransport):
         rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
         out = self.copy(x) if rank == root else self.room(x, x.shape)
         plan = _from_root(rank, size, nbytes, root)
-        if not self._deliver(out, out, plan, directly=size == 2 or nbytes <= DIRECT):
+        if not self._deliver(out, out, plan, directly=size == 2 or nbytes <= direct(size)):
             dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
         return out
 
@@ -422,12 +423,14 @@ class TorchGroup(GroupTransport):
 
     def _in_pairs(self, x: Tensor) -> bool:
         """Whether messages between pairs of ranks are the fastest way to send an operand: on Gloo itself."""
-        return self.axis.size <= PAIRS and x.is_cpu and calls_of(self.axis.group).gloo
+        # torch's wrapper for debugging refuses collectives after messages whose number differs between the ranks.
+        debugged = dist.get_debug_level().name == "DETAIL"  # type: ignore[attr-defined]
+        return self.axis.size <= PAIRS and x.is_cpu and calls_of(self.axis.group).gloo and not debugged
 
     def _post(
         self, sent: Tensor, got: Tensor, send: _Parts, receive: _Parts, call: tuple[int, int] | None = None
     ) -> list[dist.Work]:
-        """Exchange bytes with every other rank; Gloo's own collectives copy more, or wait for a neighbour at each step.
+        """Exchange long data with every other rank; Gloo's collectives copy more, or wait for a neighbour at each step.
 
         What is sent before the calls were compared has the digest and number of the call in its tag. Gloo sends a
         message when the receiver has asked for its tag: nothing arrives where another call or length is expected.
@@ -443,14 +446,19 @@ class TorchGroup(GroupTransport):
                 works.append(group.send([sent[first : first + length]], to, _tag(call, length)))
         return works
 
+    def _inline(self) -> int | None:
+        """The most bytes for each rank with the check, where a rank may be sent less than it expects: Gloo on TCP."""
+        group = self.axis.group
+        return inline(self.axis.size) if calls_of(group).gloo else getattr(group, "inline", None)
+
     def _on_gloo(self, x: Tensor) -> bool:
         """Whether the backend's collectives are those of Gloo: gradmesh's own choose by size themselves."""
         return x.is_cpu and not isinstance(self.axis.group, FlatGroup)
 
     def _deliver(self, flat: Tensor, out: Tensor, plan: _Plan, *, directly: bool = True) -> bool:
-        """Compare the ranks' calls and counts, and send the parts where messages are the fastest way.
+        """Compare the ranks' calls and counts, and send the parts if they go `directly` to each rank.
 
-        That is with the check if they are short, or in pairs of ranks, if these are few and `directly` says so.
+        That is with the check if they are short, and else in messages between pairs of few ranks.
 
         Returns:
             Whether the result is there; if not, the caller calls a collective.
@@ -503,7 +511,8 @@ class TorchGroup(GroupTransport):
         flat, out, plan = data
         (first, length), (place, room) = plan.send[self.axis.rank], plan.receive[self.axis.rank]
         ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, min(length, room))
-        _wait(works)
+        for work in works:
+            work.wait()
         if length != room:  # the ranks did not compare it
             raise RuntimeError(f"this rank has {length} bytes for itself, where it expects {room}")
         return True
@@ -534,24 +543,21 @@ class TorchGroup(GroupTransport):
         try:
             memory = calls.first_messages.pop()
         except IndexError:
-            memory = _FirstMessages(axis.rank, axis.size, exact=calls.gloo)
+            memory = _FirstMessages(axis, self._inline())
         short = data is not None and data[0].is_cpu and data[2].longest <= memory.room
         lengths = memory.write(own, data if short else None)
         with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis):
             meeting = self._all_to_all(memory, lengths)
             if begin is not None and not short:
                 works = begin()
-            _wait([meeting])
+            meeting.wait()
         return memory, works
 
     def _all_to_all(self, memory: _FirstMessages, lengths: list[int]) -> dist.Work:
         """Begin to exchange the first messages in one collective: its ranks wait less often than with messages.
 
-        With Gloo a rank may expect more than it is sent.
+        torch.distributed's own function takes as long as the exchange of a short message.
         """
-        if not memory.exact:
-            return dist.all_to_all_single(memory.got, memory.sent, group=self.axis.group, async_op=True)  # type: ignore[no-any-return]
-        # torch.distributed's own function takes as long as the exchange of a short message.
         exchange: Callable[..., dist.Work] = getattr(self.axis.group, _EXCHANGE)
         return exchange(memory.got, memory.sent[: sum(lengths)], memory.longest, lengths)
 
@@ -568,11 +574,6 @@ class TorchGroup(GroupTransport):
         got = torch.empty(int(lengths.sum()), dtype=torch.uint8, device="cpu")
         dist.all_to_all_single(got, text.repeat(size), lengths.tolist(), [text.numel()] * size, group=group)
         return [bytes(part.tolist()).decode() for part in got.split(lengths.tolist())]
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _tag(call: tuple[int, int] | None, length: int) -> int:

@@ -19,14 +19,14 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 
 `gloo` is what gradmesh sends over Gloo at check level 1. A round is a message and the notice of the receiver that it is
 ready, for which Gloo waits, and a message has `MESSAGE` bytes more. Every call begins with an exchange of `HEAD` bytes,
-which compares it and carries at most `inline(W)` bytes for each rank. Longer data of at most `PAIRS` ranks is sent at
-the same time, and else afterwards; in rounds, with the first one, and bytes:
+which compares it and carries at most `inline(W)` bytes for each rank where data goes to each rank at once. Longer data
+of at most `PAIRS` ranks does so at the same time. In rounds, with the first one, and bytes:
 
-| op | up to `DIRECT` bytes | above |
+| op | up to `direct(W)` bytes | above |
 |---|---|---|
 | all_gather | 1 or 2, s | 1 of two ranks, W of more, s |
 | reduce_scatter, all_to_all, gather, scatter, permute | 1 or 2, s | 1 or 2, s |
-| all_reduce up to `gathered(W)` | 1 or 2, n (W - 1) | the same |
+| all_reduce up to `gathered(W)` | 1, n (W - 1) | the same |
 | all_reduce | 2, s | 2 W - 1, s |
 | broadcast | 1, or (3 + L) / 2, s | 1 of two ranks, (3 + L) / 2 of more, s |
 | reduce (above roughly) | 1 or W, s | W, s |
@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gradmesh.errors import ArgumentError
-from gradmesh.transport.process_group import DIRECT, HEAD, PAIRS, gathered, inline
+from gradmesh.transport.process_group import HEAD, PAIRS, direct, gathered, inline
 
 if TYPE_CHECKING:
     from gradmesh.verify.simulator.trace import Event
@@ -118,7 +118,7 @@ def _gloo(op: str, size: int, n: float, s: float) -> list[Cost]:
     if op == "all_reduce" and n <= gathered(size):
         op, s = "all_gather", n * others
     whole = op in ("all_gather", "all_reduce", "broadcast", "reduce")
-    directly = not whole or n <= DIRECT or (size == 2 and op in ("all_gather", "broadcast"))
+    directly = not whole or n <= direct(size) or (size == 2 and op in ("all_gather", "broadcast"))
     if op == "all_reduce" and directly:
         return [(2, meeting + others * MESSAGE + s)]
     part = n / size if op in ("reduce_scatter", "all_to_all", "scatter") else n
