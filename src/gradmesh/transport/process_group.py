@@ -421,27 +421,27 @@ class TorchGroup(GroupTransport):
         """Compare the calls only."""
         self._agree(self.take_check())
 
-    def _in_pairs(self, x: Tensor) -> bool:
-        """Whether messages between pairs of ranks are the fastest way to send an operand: on Gloo itself."""
-        # torch's wrapper for debugging refuses collectives after messages whose number differs between the ranks.
-        debugged = dist.get_debug_level().name == "DETAIL"  # type: ignore[attr-defined]
-        return self.axis.size <= PAIRS and x.is_cpu and calls_of(self.axis.group).gloo and not debugged
+    def _post(self, data: _Data, call_check: OpCallCheck | None) -> list[dist.Work] | None:
+        """Begin to exchange long data in messages between pairs of ranks; None: they are not few ranks of Gloo.
 
-    def _post(
-        self, sent: Tensor, got: Tensor, send: _Parts, receive: _Parts, call: tuple[int, int] | None = None
-    ) -> list[dist.Work]:
-        """Exchange long data with every other rank; Gloo's collectives copy more, or wait for a neighbour at each step.
-
-        What is sent before the calls were compared has the digest and number of the call in its tag. Gloo sends a
-        message when the receiver has asked for its tag: nothing arrives where another call or length is expected.
+        Gloo's own collectives copy more, or wait for a neighbour at each step. What is sent before the calls were
+        compared has the digest and number of the call in its tag. Gloo sends a message when the receiver has asked for
+        its tag: nothing arrives where another call or length is expected.
         """
         rank, size, group = self.axis.rank, self.axis.size, self.axis.group
+        if size > PAIRS or not data[0].is_cpu or not calls_of(group).gloo:
+            return None
+        # torch's wrapper for debugging refuses collectives after messages whose number differs between the ranks.
+        if dist.get_debug_level().name == "DETAIL":  # type: ignore[attr-defined]
+            return None
+        sent, got, plan = bytes_of(data[0]), bytes_of(data[1]), data[2]
+        call = None if call_check is None else (call_check.digest, call_check.calls.number)
         works = []
         for to, source in (((rank + step) % size, (rank - step) % size) for step in range(1, size)):
-            first, length = receive[source]
+            first, length = plan.receive[source]
             if length:
                 works.append(group.recv([got[first : first + length]], source, _tag(call, length)))
-            first, length = send[to]
+            first, length = plan.send[to]
             if length:
                 works.append(group.send([sent[first : first + length]], to, _tag(call, length)))
         return works
@@ -463,34 +463,24 @@ class TorchGroup(GroupTransport):
         Returns:
             Whether the result is there; if not, the caller calls a collective.
         """
-        data, begin = (with_memory(flat), out, plan), None
         for x, end in zip((flat, out), plan.ends, strict=True):  # which are copied by address
             if end > x.numel() * x.dtype.itemsize:
                 raise RuntimeError(f"parts that take {end} bytes of a tensor of shape {list(x.shape)}")
-        call_check = self.take_check()
-        if directly and self._in_pairs(flat):
-            call = None if call_check is None else (call_check.digest, call_check.calls.number)
-            begin = lambda: self._post(bytes_of(data[0]), bytes_of(out), plan.send, plan.receive, call)  # noqa: E731
-        return self._agree(call_check, data if directly else None, begin)
+        return self._agree(self.take_check(), (with_memory(flat), out, plan) if directly else None)
 
-    def _agree(
-        self,
-        call_check: OpCallCheck | None,
-        data: _Data | None = None,
-        begin: Callable[[], list[dist.Work]] | None = None,
-    ) -> bool:
+    def _agree(self, call_check: OpCallCheck | None, data: _Data | None = None) -> bool:
         """Compare the ranks' calls and counts, before the first primitive of the call.
 
-        Short data is sent with the check; `begin` sends longer data without waiting for the comparison.
+        Short data is sent with the check, and longer data of few ranks without waiting for the comparison.
 
         Returns:
             Whether the data was sent.
         """
-        works, done = list[dist.Work](), False
+        works, done = None, False
         checksum = 0 if data is None else data[2].checksum
         if call_check is not None and not call_check.deferred:
             bits = call_check.digest & ~FLAGS
-            memory, works = self._meet(signed(bits + checksum) | call_check.flags, data, begin)
+            memory, works = self._meet(signed(bits + checksum) | call_check.flags, data, call_check)
             heads, long = zip(*memory.heads(), strict=True)
             if not agreed(heads, bits):
                 raise call_check.refusal(self._words(call_check.said()))
@@ -504,14 +494,16 @@ class TorchGroup(GroupTransport):
             from gradmesh.transport.deferred_check import note
 
             note(self.axis, call_check, checksum)
-        if begin is not None and not done:
-            works, done = works or begin(), True
-        if data is None or not done:
+        if data is None:
+            return False
+        if not done and works is None:
+            works = self._post(data, call_check)
+        if not done and works is None:
             return False
         flat, out, plan = data
         (first, length), (place, room) = plan.send[self.axis.rank], plan.receive[self.axis.rank]
         ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, min(length, room))
-        for work in works:
+        for work in works or ():
             work.wait()
         if length != room:  # the ranks did not compare it
             raise RuntimeError(f"this rank has {length} bytes for itself, where it expects {room}")
@@ -534,11 +526,11 @@ class TorchGroup(GroupTransport):
                 self._words(refusal_text(error))
 
     def _meet(
-        self, own: int, data: _Data | None = None, begin: Callable[[], list[dist.Work]] | None = None
-    ) -> tuple[_FirstMessages, list[dist.Work]]:
-        """Exchange the first messages, with this rank's data if it is short; `begin` sends it otherwise."""
+        self, own: int, data: _Data | None = None, call_check: OpCallCheck | None = None
+    ) -> tuple[_FirstMessages, list[dist.Work] | None]:
+        """Exchange the first messages, with this rank's data if it is short, and begin to send it otherwise."""
         axis, deferred = self.axis, rank_state().deferred_check
-        calls, works = calls_of(axis.group), list[dist.Work]()
+        calls, works = calls_of(axis.group), None
         calls.met += 1
         try:
             memory = calls.first_messages.pop()
@@ -548,8 +540,8 @@ class TorchGroup(GroupTransport):
         lengths = memory.write(own, data if short else None)
         with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis):
             meeting = self._all_to_all(memory, lengths)
-            if begin is not None and not short:
-                works = begin()
+            if data is not None and not short:
+                works = self._post(data, call_check)
             meeting.wait()
         return memory, works
 
