@@ -23,7 +23,7 @@ import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
 from gradmesh.ops.base import Op
 from gradmesh.transport import process_group
-from gradmesh.transport.process_group import TorchGroup, inline
+from gradmesh.transport.process_group import TorchGroup, direct, gathered, inline
 from tools.hosts import Hosts, why_not
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -146,8 +146,9 @@ def _values(sizes: list[int]) -> None:
 
 
 def test_values_do_not_depend_on_how_they_are_sent(worlds: Any) -> None:
-    edge = inline(3) // 8
-    worlds(3, "gloo", 240).run(_values, [0, 1, edge - 1, edge, edge + 1, 4 * edge + 3])
+    edges = [limit(3) // 8 for limit in (gathered, direct, inline)]
+    worlds(3, "gloo", 240).run(_values, [0, 1, *(edge + more for edge in edges for more in (-1, 0, 1))])
+    worlds(2, "gloo", 240).run(_values, [direct(2) // 8 + 1, inline(2) // 8, inline(2) // 8 + 1])
 
 
 def _reduced() -> bool:
@@ -203,8 +204,20 @@ def test_calls_of_a_short_and_a_long_operand_are_compared(worlds: Any) -> None:
         assert f"[{4 * inline(2)}]" in text
 
 
-def _calls(seed: int, rounds: int) -> Counter[str]:
+def _calls(seed: int, rounds: int, way: str) -> Counter[str]:
     """Random calls, some of which differ between the ranks; each is right, or raises on every rank."""
+    with WAYS[way]():
+        return _random_calls(seed, rounds)
+
+
+WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "as it is": contextlib.nullcontext,
+    "first messages of one length": lambda: patch.object(TorchGroup, "_inline", lambda _: None),
+    "no messages between pairs": lambda: patch.object(process_group, "PAIRS", 1),
+}
+
+
+def _random_calls(seed: int, rounds: int) -> Counter[str]:
     same, rank, size, done = random.Random(seed), gm.rank(), gm.axis().size, Counter[str]()
     for _ in range(rounds):
         n, dtype = (
@@ -268,9 +281,9 @@ def test_a_mismatch_that_is_compared_later_gives_no_result(case: str, size: int)
         assert "the ranks' calls do not match" in text
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_random_calls_after_mismatched_ones_are_right(worlds: Any, size: int) -> None:
-    for done in worlds(size, "gloo", 240).run(_calls, 8 + size, 60):
+@pytest.mark.parametrize(("size", "way"), [(2, "as it is"), (4, "as it is"), *((3, way) for way in WAYS)])
+def test_random_calls_after_mismatched_ones_are_right(worlds: Any, size: int, way: str) -> None:
+    for done in worlds(size, "gloo", 240).run(_calls, 8 + size, 60, way):
         assert min(done[kind] for kind in ("right", "verb", "length", "counts")) > 5
 
 

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import math
 import struct
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -247,11 +248,9 @@ def _exchanged(rank: int, width: int, send: Counts, receive: Counts) -> _Plan:
 
 
 @lru_cache(maxsize=256)
-def _same(rank: int, size: int, nbytes: int, root: int | None = None) -> _Plan:
-    """The same part for every rank, or for the root."""
-    taken = nbytes if root in (None, rank) else 0
-    send = [(0, nbytes if root in (None, to) else 0) for to in range(size)]
-    return _Plan(send, [(source * taken, taken) for source in range(size)])
+def _same(size: int, nbytes: int) -> _Plan:
+    """The same part for every rank."""
+    return _Plan([(0, nbytes)] * size, [(source * nbytes, nbytes) for source in range(size)])
 
 
 @lru_cache(maxsize=256)
@@ -337,7 +336,7 @@ class TorchGroup(GroupTransport):
         if (short and size > PAIRS and self._on_gloo(flat)) or (not even and len(set(counts)) > 1):
             return super().gather(flat, counts, shape, even=even)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        if not self._deliver(flat, out, _same(self.axis.rank, size, nbytes), directly=short or size == 2):
+        if not self._deliver(flat, out, _same(size, nbytes), directly=short or size == 2):
             _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
@@ -376,10 +375,10 @@ class TorchGroup(GroupTransport):
             return super().sum_at(x, root)
         rank, size, nbytes = self.axis.rank, self.axis.size, x.numel() * x.dtype.itemsize
         if x.is_cpu and nbytes <= min(direct(size), self._inline() or PACKET):
-            rows = self.room(x, (size if rank == root else 0, *x.shape))
-            if self._deliver(as_flat(x), rows, _same(rank, size, nbytes, root)):
-                return rows.sum(0, dtype=x.dtype)
-            return super().sum_at(x, root)  # in rank order, too
+            send = [x.numel() if to == root else 0 for to in range(size)]
+            taken = size if rank == root else 0
+            rows = self.exchange(as_flat(x), send, [send[rank]] * size, (taken, *x.shape))
+            return rows.sum(0, dtype=x.dtype)
         self._agree(self.take_check())
         out = self.copy(x)
         dist.reduce(flat_memory(out), group_dst=root, group=self.axis.group)
@@ -448,6 +447,8 @@ class TorchGroup(GroupTransport):
 
     def _inline(self) -> int | None:
         """The most bytes for each rank with the check, where a rank may be sent less than it expects: Gloo on TCP."""
+        if sys.platform != "linux":  # Gloo's libuv reads as much as is expected
+            return None
         group = self.axis.group
         return inline(self.axis.size) if calls_of(group).gloo else getattr(group, "inline", None)
 
