@@ -23,6 +23,7 @@ import gradmesh as gm
 from benchmarks import hosts as hosts_benchmark
 from gradmesh.ops.base import Op
 from gradmesh.transport import process_group
+from gradmesh.transport.call_checks import calls_of
 from gradmesh.transport.process_group import TorchGroup, direct, gathered, inline
 from tools.hosts import Hosts, why_not
 
@@ -117,8 +118,9 @@ def _gloo(worlds: Any) -> Callable[..., list[Any]]:
 
 
 def test_the_check_of_a_short_call_costs_no_message(worlds: Any) -> None:
-    (found, _) = _gloo(worlds)(_messages, 1, 4)
-    assert found == dict.fromkeys(VERBS, (1, 1))
+    for size in (4, direct(2) // 4):
+        found, _ = _gloo(worlds)(_messages, 1, size)
+        assert found == dict.fromkeys(VERBS, (1, 1))
 
 
 def test_the_check_of_a_long_call_costs_one_message(worlds: Any) -> None:
@@ -168,8 +170,8 @@ def test_a_reduce_adds_in_rank_order_at_every_level(worlds: Any) -> None:
 
 def _detailed() -> None:
     """Calls whose messages differ in number between the ranks, where torch counts them to compare collectives."""
-    torchs: Any = dist
-    torchs.set_debug_level(torchs.DebugLevel.DETAIL)
+    debugging: Any = dist
+    debugging.set_debug_level(debugging.DebugLevel.DETAIL)
     try:
         group, rank = dist.new_group(backend="gloo"), float(gm.rank())
         for level in (0, 1):
@@ -181,7 +183,7 @@ def _detailed() -> None:
                     assert gm.reduce(torch.full((n,), rank), group, root=1).sum() == 3 * n * (rank == 1)
                 assert gm.all_reduce(torch.full((2,), rank), group, dst=gm.I).tolist() == [3, 3]
     finally:
-        torchs.set_debug_level(torchs.DebugLevel.OFF)
+        debugging.set_debug_level(debugging.DebugLevel.OFF)
 
 
 def test_calls_are_right_where_torch_compares_the_collectives(worlds: Any) -> None:
@@ -206,8 +208,14 @@ def test_calls_of_a_short_and_a_long_operand_are_compared(worlds: Any) -> None:
 
 def _calls(seed: int, rounds: int, way: str) -> Counter[str]:
     """Random calls, some of which differ between the ranks; each is right, or raises on every rank."""
+    kept = calls_of(gm.axis().group).first_messages
+    kept.clear()  # the calls make their own, in this way
     with WAYS[way]():
-        return _random_calls(seed, rounds)
+        done = _random_calls(seed, rounds)
+        gm.all_gather(torch.ones(1))  # whose messages are kept
+    assert {each.exact for each in kept} == {way != "first messages of one length"}
+    kept.clear()
+    return done
 
 
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {

@@ -213,7 +213,8 @@ class HostsGroup(FlatGroup):
         name: of the group.
     """
 
-    backend, inline = "hosts", DIRECT  # the bytes for each rank that are sent with the check of a verb's call
+    backend = "hosts"
+    inline = DIRECT  # the most bytes for each rank that are sent with the check of a verb's call
 
     def __init__(
         self,

@@ -477,7 +477,7 @@ class TorchGroup(GroupTransport):
         Returns:
             Whether the data was sent.
         """
-        works, done = None, False
+        works: list[dist.Work] | None = None  # those that send the data; none if it came with the check
         checksum = 0 if data is None else data[2].checksum
         if call_check is not None and not call_check.deferred:
             bits = call_check.digest & ~FLAGS
@@ -489,22 +489,20 @@ class TorchGroup(GroupTransport):
                 call_check.peer_flags = [head & FLAGS for head in heads]
             if data is not None and not any(long):
                 memory.read(data[1], data[2].receive)
-                done = True
+                works = []
             call_check.calls.first_messages.append(memory)
         elif call_check is not None:
             from gradmesh.transport.deferred_check import note
 
             note(self.axis, call_check, checksum)
-        if data is None:
-            return False
-        if not done and works is None:
+        if data is not None and works is None:
             works = self._post(data, call_check)
-        if not done and works is None:
+        if data is None or works is None:
             return False
         flat, out, plan = data
         (first, length), (place, room) = plan.send[self.axis.rank], plan.receive[self.axis.rank]
         ctypes.memmove(out.data_ptr() + place, flat.data_ptr() + first, min(length, room))
-        for work in works or ():
+        for work in works:
             work.wait()
         if length != room:  # the ranks did not compare it
             raise RuntimeError(f"this rank has {length} bytes for itself, where it expects {room}")
