@@ -166,9 +166,8 @@ def messages() -> tuple[list[float], int]:
             gm.send(torch.full((2,), float(number)), to=1)
         else:
             received = gm.recv(torch.empty(2), source=0)
-    torch.accelerator.synchronize()
-    gm.barrier()
     found = [] if gm.rank() == 0 else received.tolist()
+    gm.barrier()  # the messages have arrived
     if gm.rank() == 0:
         gm.send(torch.ones(2), to=1)
     else:

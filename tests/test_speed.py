@@ -55,7 +55,7 @@ def test_every_system_is_right_on_processes_both_ways(processes: Callable[[int],
     assert processes(2)(set_up, names, False) == [{}, {}]
     found = verdicts(names, lambda task, able: processes(2)(on_rank, "check", task, able))
     wrong = {(system, verb, way) for (system, _, verb, way, _), problem in found.items() if problem}
-    if torch.__version__ < "2.11":  # more gradients of torch's own are wrong there
+    if torch.__version__ < "2.12":  # more results of other systems are wrong there
         wrong = WRONG | {each for each in wrong if each[0] == "gradmesh"}
     assert wrong == WRONG
     gradmesh = {key for key in found if key[:2] == ("gradmesh", "gloo")}

@@ -53,22 +53,19 @@ class AllToAll(LinearOp):
 
     def layout(
         self, shape: Sequence[int]
-    ) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], tuple[int, ...]]:
-        """Split sizes, elements to send and to receive, concatenated sizes, and the shape of a received part."""
+    ) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], tuple[int, ...], bool]:
+        """Split sizes, elements to send and to receive, joined sizes, the shape of a received part, and `symmetric`."""
         sizes, shapes = self._split(shape), self._received(shape)
         receive, joined = [math.prod(s) for s in shapes], [s[self.concat_dim] for s in shapes]
-        return sizes, counts(shape, self.split_dim, sizes), receive, joined, shapes[0]
+        return sizes, counts(shape, self.split_dim, sizes), receive, joined, shapes[0], self.symmetric
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pack a part for each rank, exchange, join."""
         known = None if compiling() else self.memo.get(x.shape)
-        sizes, send, receive, joined, shape = known or self.once(x.shape, lambda: self.layout(x.shape))
+        sizes, send, receive, joined, shape, even = known or self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.split_dim, sizes)
         return assemble(
-            lambda shape: wire.exchange(flat, send, receive, shape, even=self.symmetric),
-            shape,
-            self.concat_dim,
-            joined,
+            lambda shape: wire.exchange(flat, send, receive, shape, even=even), shape, self.concat_dim, joined
         )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import threading
 import warnings
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -729,7 +729,7 @@ def agreed(heads: Sequence[int], own: int) -> bool:
     >>> agreed([one, one + 1], one), agreed([2 * one, 0], one), agreed([one, 2 * one], one)
     (True, True, False)
     """
-    return (sum(head & ~FLAGS for head in heads) - len(heads) * own) % _WHOLE == 0
+    return (sum(map((~FLAGS).__and__, heads)) - len(heads) * own) % _WHOLE == 0
 
 
 def signed(number: int) -> int:
@@ -901,9 +901,8 @@ _GRACE = 0.4
 """Seconds that the other ranks get to respond; they notice a lost connection at nearly the same time."""
 
 
-@contextlib.contextmanager
-def failed_ranks_named(axis: Axis) -> Iterator[None]:
-    """Turn a backend error in this block, such as a closed connection, into one that names the ranks that failed.
+def raise_for_failed_ranks(axis: Axis, error: RuntimeError) -> None:
+    """Raise an error of a backend, such as a closed connection, as one that names the ranks that failed, if some did.
 
     A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
     exited, has returned or is busy elsewhere sets none.
@@ -911,16 +910,11 @@ def failed_ranks_named(axis: Axis) -> Iterator[None]:
     Raises:
         AbortedError: the backend failed, and some ranks of the axis did not respond.
     """
-    try:
-        yield
-    except GradmeshError:
-        raise
-    except RuntimeError as error:
-        missing: list[int] = []
+    missing: list[int] = []
+    if not isinstance(error, GradmeshError):
         with contextlib.suppress(Exception):  # the group has no store
             store: Any = axis.group.get_group_store()
             missing = unresponsive(store, axis.rank, axis.size, _GRACE)
-        if not missing:
-            raise
+    if missing:
         ranks = axis.global_ranks
         raise not_responding([ranks[rank] for rank in missing], error, str(axis)) from error

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import index
 
@@ -37,7 +37,7 @@ from gradmesh.transport.call_checks import (
     agreed,
     balance,
     calls_of,
-    failed_ranks_named,
+    raise_for_failed_ranks,
     refusal_text,
     signed,
 )
@@ -274,7 +274,7 @@ class _FirstMessages:
         *self.places, total = accumulate(self.longest, initial=0)
         self.sent, self.got = (torch.empty(total, dtype=torch.uint8, device="cpu") for _ in range(2))
         self.heads_sent = (ctypes.c_char * total).from_address(self.sent.data_ptr())
-        self.heads_got = (ctypes.c_char * total).from_address(self.got.data_ptr())
+        self._head_at = partial(_HEAD.unpack_from, (ctypes.c_char * total).from_address(self.got.data_ptr()))
 
     def write(self, own: int, data: _Data | None) -> list[int]:
         """Write this rank's head and short data for each rank, one after another; returns the messages' lengths."""
@@ -297,9 +297,9 @@ class _FirstMessages:
             if length and rank != self.rank:
                 ctypes.memmove(address + first, room + self.places[rank], length)
 
-    def heads(self) -> list[tuple[int, int]]:
+    def heads(self) -> tuple[Sequence[int], Sequence[int]]:
         """Every rank's head, and whether its data is too long to be here."""
-        return [_HEAD.unpack_from(self.heads_got, place) for place in self.places]
+        return tuple(zip(*map(self._head_at, self.places), strict=True))  # type: ignore[return-value]
 
 
 class TorchGroup(GroupTransport):
@@ -481,12 +481,13 @@ class TorchGroup(GroupTransport):
         checksum = 0 if data is None else data[2].checksum
         if call_check is not None and not call_check.deferred:
             bits = call_check.digest & ~FLAGS
-            memory, works = self._meet(signed(bits + checksum) | call_check.flags, data, call_check)
-            heads, long = zip(*memory.heads(), strict=True)
+            memory, works = self._meet(call_check, signed(bits + checksum) | call_check.flags, data)
+            heads, long = memory.heads()
             if not agreed(heads, bits):
                 raise call_check.refusal(self._words(call_check.said()))
-            if len({head & FLAGS for head in heads}) > 1:
-                call_check.peer_flags = [head & FLAGS for head in heads]
+            flags = list(map(FLAGS.__and__, heads))
+            if flags.count(flags[0]) < len(flags):
+                call_check.peer_flags = flags
             if data is not None and not any(long):
                 memory.read(data[1], data[2].receive)
                 works = []
@@ -521,27 +522,31 @@ class TorchGroup(GroupTransport):
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller raises its own error
-            if not agreed([head for head, _ in self._meet(own)[0].heads()], own):
+            if not agreed(self._meet(call_check, own)[0].heads()[0], own):
                 self._words(refusal_text(error))
 
     def _meet(
-        self, own: int, data: _Data | None = None, call_check: OpCallCheck | None = None
+        self, call_check: OpCallCheck, own: int, data: _Data | None = None
     ) -> tuple[_FirstMessages, list[dist.Work] | None]:
         """Exchange the first messages, with this rank's data if it is short, and begin to send it otherwise."""
         axis, deferred = self.axis, rank_state().deferred_check
-        calls, works = calls_of(axis.group), None
-        calls.met += 1
+        kept, works = call_check.calls.first_messages, None
+        call_check.calls.met += 1
         try:
-            memory = calls.first_messages.pop()
+            memory: _FirstMessages = kept.pop()
         except IndexError:
             memory = _FirstMessages(axis, self._inline())
         short = data is not None and data[0].is_cpu and data[2].longest <= memory.room
         lengths = memory.write(own, data if short else None)
-        with failed_ranks_named(axis), _UNWATCHED if deferred is None else deferred.at_once(axis):
-            meeting = self._all_to_all(memory, lengths)
-            if data is not None and not short:
-                works = self._post(data, call_check)
-            meeting.wait()
+        try:
+            with _UNWATCHED if deferred is None else deferred.at_once(axis):
+                meeting = self._all_to_all(memory, lengths)
+                if data is not None and not short:
+                    works = self._post(data, call_check)
+                meeting.wait()
+        except RuntimeError as error:
+            raise_for_failed_ranks(axis, error)
+            raise
         return memory, works
 
     def _all_to_all(self, memory: _FirstMessages, lengths: list[int]) -> dist.Work:
