@@ -309,3 +309,46 @@ def _caller_tensors() -> None:
 
 def test_neither_operands_nor_incoming_gradients_are_summed_in_place(threads: Any) -> None:
     threads(2)(_caller_tensors)
+
+
+class _Halved(megatron._GatherFromSequenceParallelRegion):
+    """A subclass as programs write them, whose backward reads what the original's forward saves."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.tensor_parallel_output_grad
+        total = gm.reduce_scatter(grad_output, ctx.group, sizes=ctx.output_split_sizes)
+        return total / 2, None, None, None, None
+
+
+def _with_its_own_backward() -> tuple[Tensor, Tensor]:
+    rank = gm.rank()
+    x = random(rank, 1 + 2 * rank, 2).requires_grad_()
+    gradients = []
+    for function in (megatron._GatherFromSequenceParallelRegion, _Halved):
+        y = function.apply(x, None, True, [1, 3], False)
+        gradients += torch.autograd.grad(((1 + rank) * y**2).sum(), x)
+    return gradients[0], gradients[1]
+
+
+def test_a_backward_of_a_subclass_reads_the_attributes_of_the_originals_context(threads: Any) -> None:
+    for whole, half in threads(2)(_with_its_own_backward):
+        assert torch.allclose(half, whole / 2)
+    for name in OWN_CONTEXTS:
+        threads(2)(_with_the_attributes_alone, name)
+
+
+def _with_the_attributes_alone(name: str) -> None:
+    function, arguments, shape = OWN_CONTEXTS[name]
+    rank = gm.rank()
+    x = random(rank, *[1 + 2 * rank if size < 0 else size for size in shape])
+
+    class Context:
+        gradmesh_call: Any
+
+    saved = Context()
+    y = function.forward(saved, x, None, *arguments.values())
+    grad = random(5 + rank, *y.shape)
+    expected = function.backward(saved, grad)[0]
+    del saved.gradmesh_call
+    assert torch.equal(function.backward(saved, grad)[0], expected)

@@ -143,10 +143,15 @@ def separate(stacked: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.squeeze(0) for part in stacked.unsafe_split(1))
 
 
-def run(ctx: Any, op: LinearOp, x: Tensor, others: int = 0) -> Tensor:
-    """Apply an op, differentiably, and save it on the context, if any; `forward` has `others` further arguments."""
+def run(ctx: Any, op: LinearOp, x: Tensor, others: int = 0, **attributes: Any) -> Tensor:
+    """Apply an op, differentiably, and save it on the context, if any; `forward` has `others` further arguments.
+
+    `attributes` are those that the original saves, which the `backward` of a subclass may read.
+    """
     if ctx is not None:
         ctx.gradmesh_call = op, others
+        for name, value in attributes.items():
+            setattr(ctx, name, value)
     return apply(op, x)
 
 

@@ -179,7 +179,8 @@ def _forward(make: Callable[[Tensor, Axis], LinearOp]) -> Any:
     """`forward(ctx, input_, group)` that applies an op and saves it on `ctx`."""
 
     def forward(ctx: Any, input_: Tensor, group: Group = None) -> Tensor:
-        return run(ctx, make(input_, axis_of(group)), input_, others=1)
+        op = make(input_, axis_of(group))
+        return run(ctx, op, input_, others=1, group=op.axis.group)
 
     return staticmethod(forward)
 
@@ -257,7 +258,11 @@ class _GatherFromSequenceParallelRegion(_Mapping):
         """Gather, and save the op on `ctx`."""
         dst, sizes = R if tensor_parallel_output_grad else I, ints(output_split_sizes)
         op = _shared.all_gather(input_, axis_of(group), 0, dst=dst, sizes=sizes)
-        return run(ctx, op, input_, others=4)
+        given = {
+            "tensor_parallel_output_grad": tensor_parallel_output_grad,
+            "output_split_sizes": output_split_sizes,
+        }
+        return run(ctx, op, input_, others=4, group=op.axis.group, **given)
 
     backward = _backward(_slice_of_rows, others=4)
 
@@ -275,7 +280,7 @@ class _ReduceScatterToSequenceParallelRegion(_Mapping):
     ) -> Tensor:
         """Sum, keep this rank's slice, and save the op on `ctx`."""
         op = _shared.reduce_scatter(input_, axis_of(group), 0, ints(input_split_sizes))
-        return run(ctx, op, input_, others=3)
+        return run(ctx, op, input_, others=3, group=op.axis.group, input_split_sizes=input_split_sizes)
 
     backward = _backward(
         lambda grad, axis, ctx: _shared.all_gather(grad, axis, 0, dst=R, sizes=ints(ctx.input_split_sizes)),
@@ -309,8 +314,9 @@ class _AllToAll(_Mapping):
         input_split_sizes: Sizes = None,
     ) -> Tensor:
         """Exchange, and save the op on `ctx`."""
-        send, receive = ints(input_split_sizes), ints(output_split_sizes)
-        return run(ctx, _shared.all_to_all(input, axis_of(group), send, receive), input, others=3)
+        op = _shared.all_to_all(input, axis_of(group), ints(input_split_sizes), ints(output_split_sizes))
+        given = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+        return run(ctx, op, input, others=3, group=op.axis.group, **given)
 
     backward = _backward(
         lambda grad, axis, ctx: _shared.all_to_all(
