@@ -324,7 +324,7 @@ class _Halved(megatron._GatherFromSequenceParallelRegion):
 def _with_its_own_backward() -> tuple[Tensor, Tensor]:
     rank = gm.rank()
     x = random(rank, 1 + 2 * rank, 2).requires_grad_()
-    gradients = []
+    gradients: list[Tensor] = []
     for function in (megatron._GatherFromSequenceParallelRegion, _Halved):
         y = function.apply(x, None, True, [1, 3], False)
         gradients += torch.autograd.grad(((1 + rank) * y**2).sum(), x)

@@ -299,7 +299,8 @@ class _FirstMessages:
 
     def heads(self) -> tuple[Sequence[int], Sequence[int]]:
         """Every rank's head, and whether its data is too long to be here."""
-        return tuple(zip(*map(self._head_at, self.places), strict=True))  # type: ignore[return-value]
+        heads, long = zip(*map(self._head_at, self.places), strict=True)
+        return heads, long
 
 
 class TorchGroup(GroupTransport):

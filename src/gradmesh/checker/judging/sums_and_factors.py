@@ -278,15 +278,12 @@ def _changed_in_place(context: Context, bent: Sequence[Got]) -> Finding | None:
             if call.overwrote < 0 or not begin <= call.begin < end:
                 continue
             names = list(dict.fromkeys(got.name for got in bent))
-            others = f" (so it is with {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''})"
             said = (
                 f"the backward of {call.name} changes in place the gradient that it receives, which autograd hands to "
-                f"other operations as well: the gradient of {names[0]} is not the true one, nor a multiple of it"
-                + (others if len(names) > 1 else "")
+                f"other operations as well: the gradient of {names[0]} is not the true one, nor a multiple of "
+                f"it{_and_others(names)}"
             )
-            remedy = (
-                "Change a copy, g = g.clone() first, or make a new tensor: g / n in the place of g.div_(n)."
-            )
+            remedy = "Change a copy, g = g.clone() first, or make a new tensor: g / n instead of g.div_(n)."
             at, began = context.place(rank, call.overwrote), context.place(rank, call.site)
             return finding("GM104", said, at, began, range(len(context.tapes)), call.name, remedy)
     return None
@@ -325,11 +322,13 @@ def _grouped(found: Sequence[Finding]) -> list[Finding]:
     made = []
     for group in table.values():
         first, names = group[0], list(dict.fromkeys(each.subject for each in group if each.subject))
-        said = first.message
-        if len(names) > 1:
-            said += f" (so it is with {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''})"
-        made.append(replace(first, message=said))
+        made.append(replace(first, message=first.message + _and_others(names)))
     return made
+
+
+def _and_others(names: Sequence[str]) -> str:
+    others = f"{', '.join(names[1:4])}{' and others' if len(names) > 4 else ''}"
+    return f" (so it is with {others})" if len(names) > 1 else ""
 
 
 def _lines(context: Context, got: Got) -> tuple[Place | None, Place | None]:
