@@ -309,6 +309,25 @@ def test_uneven_parts_and_empty_ones() -> None:
     assert "uneven-parts" not in found_kinds
 
 
+def test_parts_that_the_check_of_a_verb_refuses_on_every_rank_are_no_finding() -> None:
+    def build(parts: Any = None, gather: Any = gm.all_gather) -> Any:
+        return gather, torch.randn((parts or [2] * W)[dist.get_rank()], 3)
+
+    found = audit(build)
+    assert found.ok
+    assert not found.findings
+    for kind in ("uneven-parts", "empty-part"):
+        assert "on every rank: forward raises: MismatchError: gradmesh.all_gather" in found.left_out[kind]
+    assert {"uneven-parts", "empty-part"} <= set(audit(lambda parts=None: build(parts, gathered)).kinds)
+
+    def alone(x: Tensor) -> Tensor:
+        return (
+            gm.all_gather(x) if len(x) == 2 else gathered(x)
+        )  # the backend refuses it, in the middle of a call
+
+    assert "uneven-parts" in audit(lambda parts=None: build(parts, alone)).kinds
+
+
 def test_kinds_whose_keyword_build_does_not_accept_are_left_out() -> None:
     found = asked(Gather.apply)
     assert {"uneven-parts", "empty-part", "own-rank-assumed"} <= set(found.left_out)

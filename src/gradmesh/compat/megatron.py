@@ -258,10 +258,7 @@ class _GatherFromSequenceParallelRegion(_Mapping):
         """Gather, and save the op on `ctx`."""
         dst, sizes = R if tensor_parallel_output_grad else I, ints(output_split_sizes)
         op = _shared.all_gather(input_, axis_of(group), 0, dst=dst, sizes=sizes)
-        given = {
-            "tensor_parallel_output_grad": tensor_parallel_output_grad,
-            "output_split_sizes": output_split_sizes,
-        }
+        given = {"tensor_parallel_output_grad": dst is R, "output_split_sizes": sizes}
         return run(ctx, op, input_, others=4, group=op.axis.group, **given)
 
     backward = _backward(_slice_of_rows, others=4)

@@ -495,14 +495,16 @@ def _one(case: Case, kind: str, sizes: Sequence[int]) -> Finding | None:
         more = ask_all(uneven, [closest], seed=300, count=len(sizes) + 3)
         factors = more[closest.pattern].factors_by_rank(closest)
     except ProbeError as failure:
+        if failure.refused and len(failure.ranks) == len(sizes):
+            case.left_out[kind] = f"{what}, on every rank: {failure}"
+            return None
         return case.failure(kind, failure, what)
     except (ArgumentError, RankError) as failure:
         return Finding(kind, f"{what}: {_reason(failure)}", (), case.forward_line)
     if factors is not None:
         ranks = tuple(r for r, f in enumerate(factors) if not math.isclose(f, 1, rel_tol=1e-6))
-        return Finding(
-            kind, f"{what} the gradient is {_shown(factors, sizes)}, as {closest}", ranks, case.line
-        )
+        said = f"{what} the gradient is {_shown(factors, sizes)}, as {closest}"
+        return Finding(kind, said, ranks, case.line)
     by = "" if math.isinf(error) else f" by {error:.0%}"
     return Finding(kind, f"{what} backward is not the adjoint: wrong{by} as {closest}", (), case.line)
 

@@ -152,7 +152,7 @@ def audit(
         )
         if described[0].has_parameters:
             case.left_out["parameters"] = (
-                "parameters are not operands; pass them as inputs to audit their gradients"
+                "they are not operands; pass them as inputs to audit their gradients"
             )
         findings = list(_found(case, wanted))
     return Audit(

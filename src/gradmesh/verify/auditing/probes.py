@@ -255,6 +255,7 @@ class ProbeError(Exception):
 
     kind: str  # "aborts", "hangs" or "raises"
     ranks: tuple[int, ...]  # the ranks on which that was observed, if known
+    refused = False  # whether the check of a verb's call raised it, on every rank
     # the exceptions of the ranks, by rank; empty if a rank died or timed out
     failures: Mapping[int, Failure] = {}
 
@@ -280,10 +281,11 @@ class FunctionRaisedError(ProbeError):
     def __init__(self, failures: Mapping[int, Failure]) -> None:
         # To show: preferably not from a rank that only waited for another one.
         rank, self.first = min(failures.items(), key=lambda item: item[1].waited)
-        verb = "waits" if self.first.waited else "raises"
+        self.refused = all(f.kind == "MismatchError" and f.text[:9] == "gradmesh." for f in failures.values())
+        self.kind = "hangs" if self.first.waited else "raises"
+        verb = "waits" if self.first.waited and not self.refused else "raises"
         text = re.sub(r"\s+", " ", self.first.first)
         super().__init__(f"{self.first.stage} {verb}: {text[:300]}")
-        self.kind = "hangs" if self.first.waited else "raises"
         self.ranks, self.rank = tuple(sorted(failures)), rank
         self.failures = failures
 
