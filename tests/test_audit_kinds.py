@@ -327,6 +327,23 @@ def test_parts_that_the_check_of_a_verb_refuses_on_every_rank_are_no_finding() -
 
     assert "uneven-parts" in audit(lambda parts=None: build(parts, alone)).kinds
 
+    def centred(x: Tensor) -> Tensor:  # a rank without rows skips a collective
+        x = x - gm.all_reduce(x.sum(0), dst=gm.R) if len(x) else x
+        return gm.all_gather(x, sizes="auto")
+
+    assert "empty-part" in audit(lambda parts=None: build(parts, centred)).kinds
+
+    def slices(parts: Any = None) -> Any:  # its backward takes all parts to be equal
+        sizes = list(parts or [2] * W)
+        first = sum(sizes[: dist.get_rank()])
+        fn = function(
+            lambda ctx, x: x[first : first + sizes[dist.get_rank()]].clone(),
+            lambda ctx, g: gm.all_gather(g, dst=gm.I),
+        )
+        return fn.apply, torch.randn(sum(sizes), 3)
+
+    assert {"uneven-parts", "empty-part"} <= set(audit(slices).kinds)
+
 
 def test_kinds_whose_keyword_build_does_not_accept_are_left_out() -> None:
     found = asked(Gather.apply)

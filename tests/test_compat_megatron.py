@@ -316,7 +316,7 @@ class _Halved(megatron._GatherFromSequenceParallelRegion):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.tensor_parallel_output_grad
+        assert (ctx.tensor_parallel_output_grad, ctx.use_global_buffer) == (True, False)
         total = gm.reduce_scatter(grad_output, ctx.group, sizes=ctx.output_split_sizes)
         return total / 2, None, None, None, None
 

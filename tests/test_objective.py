@@ -898,6 +898,23 @@ def test_a_loss_that_is_a_parameter_outside_of_the_wrapper_is_not_multiplied() -
     assert gm.launch(on_each_rank, 4, backend="threads") == [0.25] * 4  # its share of the mean
 
 
+@pytest.mark.parametrize("frozen", [375, 100_000])
+def test_wrappers_are_found_unless_the_program_has_frozen_them(
+    frozen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_each_rank() -> float:
+        model, alone = DistributedDataParallel(nn.Linear(3, 1)), nn.Parameter(torch.tensor(2.0))
+        gm.objective(alone, ddp=model).backward()
+        return float(alone.grad)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)  # Python 3.12 freezes some hundred objects
+    if frozen < 1000:
+        assert gm.launch(on_each_rank, 2, backend="threads") == [0.5] * 2
+    else:
+        with pytest.raises(gm.RankError, match=r"after gc\.freeze\(\) other wrappers cannot be found"):
+            gm.launch(on_each_rank, 2, backend="threads")
+
+
 def test_the_objectives_of_a_graph_that_is_kept_do_not_pile_up() -> None:
     def on_each_rank() -> int:
         model, alone = DistributedDataParallel(nn.Linear(3, 1)), nn.Parameter(torch.tensor(2.0))

@@ -57,6 +57,10 @@ def instances_of(*kinds: type) -> list[Any]:
     return [each for each in gc.get_referrers(*classes) if issubclass(type(each), kinds)]
 
 
+_FROZEN_BY_PYTHON = 2000
+"""More objects than Python freezes itself, some hundred in 3.12; a program that has imported torch freezes more."""
+
+
 class Averaged(NamedTuple):
     """How a wrapper averages one parameter's gradient: the divisor, and the group or mesh."""
 
@@ -203,7 +207,7 @@ class Averaging:
         if self._names.get(id(leaf)) is not None:
             return _NOT_AVERAGED
         elsewhere = self.elsewhere(leaf)
-        if elsewhere is None and gc.get_freeze_count():
+        if elsewhere is None and gc.get_freeze_count() > _FROZEN_BY_PYTHON:
             self._refuse(
                 f"{self._name(leaf)}, which is not in the `ddp` module; after gc.freeze() other wrappers cannot be "
                 "found",

@@ -146,10 +146,10 @@ def separate(stacked: Tensor) -> tuple[Tensor, ...]:
 def run(ctx: Any, op: LinearOp, x: Tensor, others: int = 0, **attributes: Any) -> Tensor:
     """Apply an op, differentiably, and save it on the context, if any; `forward` has `others` further arguments.
 
-    `attributes` are those that the original saves, which the `backward` of a subclass may read.
+    `attributes` are what the original saves besides the group; the `backward` of a subclass may read them.
     """
     if ctx is not None:
-        ctx.gradmesh_call = op, others
+        ctx.gradmesh_call, ctx.group = (op, others), op.axis.group
         for name, value in attributes.items():
             setattr(ctx, name, value)
     return apply(op, x)

@@ -179,8 +179,7 @@ def _forward(make: Callable[[Tensor, Axis], LinearOp]) -> Any:
     """`forward(ctx, input_, group)` that applies an op and saves it on `ctx`."""
 
     def forward(ctx: Any, input_: Tensor, group: Group = None) -> Tensor:
-        op = make(input_, axis_of(group))
-        return run(ctx, op, input_, others=1, group=op.axis.group)
+        return run(ctx, make(input_, axis_of(group)), input_, others=1)
 
     return staticmethod(forward)
 
@@ -253,13 +252,13 @@ class _GatherFromSequenceParallelRegion(_Mapping):
         group: Group = None,
         tensor_parallel_output_grad: bool = True,
         output_split_sizes: Sizes = None,
-        use_global_buffer: bool = False,  # noqa: ARG004 - results are always freshly allocated
+        use_global_buffer: bool = False,  # ignored: results are always freshly allocated
     ) -> Tensor:
         """Gather, and save the op on `ctx`."""
         dst, sizes = R if tensor_parallel_output_grad else I, ints(output_split_sizes)
         op = _shared.all_gather(input_, axis_of(group), 0, dst=dst, sizes=sizes)
-        given = {"tensor_parallel_output_grad": dst is R, "output_split_sizes": sizes}
-        return run(ctx, op, input_, others=4, group=op.axis.group, **given)
+        given = {"tensor_parallel_output_grad": dst is R, "output_split_sizes": output_split_sizes}
+        return run(ctx, op, input_, others=4, use_global_buffer=use_global_buffer, **given)
 
     backward = _backward(_slice_of_rows, others=4)
 
@@ -273,11 +272,13 @@ class _ReduceScatterToSequenceParallelRegion(_Mapping):
         input_: Tensor,
         group: Group = None,
         input_split_sizes: Sizes = None,
-        use_global_buffer: bool = False,  # noqa: ARG004
+        use_global_buffer: bool = False,
     ) -> Tensor:
         """Sum, keep this rank's slice, and save the op on `ctx`."""
         op = _shared.reduce_scatter(input_, axis_of(group), 0, ints(input_split_sizes))
-        return run(ctx, op, input_, others=3, group=op.axis.group, input_split_sizes=input_split_sizes)
+        return run(
+            ctx, op, input_, 3, input_split_sizes=input_split_sizes, use_global_buffer=use_global_buffer
+        )
 
     backward = _backward(
         lambda grad, axis, ctx: _shared.all_gather(grad, axis, 0, dst=R, sizes=ints(ctx.input_split_sizes)),
@@ -313,7 +314,7 @@ class _AllToAll(_Mapping):
         """Exchange, and save the op on `ctx`."""
         op = _shared.all_to_all(input, axis_of(group), ints(input_split_sizes), ints(output_split_sizes))
         given = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-        return run(ctx, op, input, others=3, group=op.axis.group, **given)
+        return run(ctx, op, input, others=3, **given)
 
     backward = _backward(
         lambda grad, axis, ctx: _shared.all_to_all(

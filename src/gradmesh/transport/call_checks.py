@@ -916,5 +916,4 @@ def raise_for_failed_ranks(axis: Axis, error: RuntimeError) -> None:
             store: Any = axis.group.get_group_store()
             missing = unresponsive(store, axis.rank, axis.size, _GRACE)
     if missing:
-        ranks = axis.global_ranks
-        raise not_responding([ranks[rank] for rank in missing], error, str(axis)) from error
+        raise not_responding([axis.global_ranks[rank] for rank in missing], error, str(axis)) from error

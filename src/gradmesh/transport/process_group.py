@@ -274,7 +274,8 @@ class _FirstMessages:
         *self.places, total = accumulate(self.longest, initial=0)
         self.sent, self.got = (torch.empty(total, dtype=torch.uint8, device="cpu") for _ in range(2))
         self.heads_sent = (ctypes.c_char * total).from_address(self.sent.data_ptr())
-        self._head_at = partial(_HEAD.unpack_from, (ctypes.c_char * total).from_address(self.got.data_ptr()))
+        # of a rank's message at its place: its head, and whether its data is too long to be there
+        self.head = partial(_HEAD.unpack_from, (ctypes.c_char * total).from_address(self.got.data_ptr()))
 
     def write(self, own: int, data: _Data | None) -> list[int]:
         """Write this rank's head and short data for each rank, one after another; returns the messages' lengths."""
@@ -296,11 +297,6 @@ class _FirstMessages:
         for rank, (first, length) in enumerate(receive):
             if length and rank != self.rank:
                 ctypes.memmove(address + first, room + self.places[rank], length)
-
-    def heads(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Every rank's head, and whether its data is too long to be here."""
-        heads, long = zip(*map(self._head_at, self.places), strict=True)
-        return heads, long
 
 
 class TorchGroup(GroupTransport):
@@ -483,7 +479,7 @@ class TorchGroup(GroupTransport):
         if call_check is not None and not call_check.deferred:
             bits = call_check.digest & ~FLAGS
             memory, works = self._meet(call_check, signed(bits + checksum) | call_check.flags, data)
-            heads, long = memory.heads()
+            heads, long = zip(*map(memory.head, memory.places), strict=True)
             if not agreed(heads, bits):
                 raise call_check.refusal(self._words(call_check.said()))
             flags = list(map(FLAGS.__and__, heads))
@@ -523,7 +519,8 @@ class TorchGroup(GroupTransport):
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller raises its own error
-            if not agreed(self._meet(call_check, own)[0].heads()[0], own):
+            memory, _ = self._meet(call_check, own)
+            if not agreed([memory.head(place)[0] for place in memory.places], own):
                 self._words(refusal_text(error))
 
     def _meet(

@@ -51,9 +51,7 @@ def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
             return _shown_at_origin(op, x, recorded)
     if recorded is not None and recorded.origin is not None:
         return _shown_at_origin(op, x, recorded)
-    if INSTALLED[0]:
-        return _followed(op, x, recorded)
-    return _checked(op, x, recorded)
+    return _followed(op, x, recorded) if INSTALLED[0] else _checked(op, x, recorded)
 
 
 def _memo(op: Op) -> BoundedCache:

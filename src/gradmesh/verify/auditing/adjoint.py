@@ -473,6 +473,7 @@ def parts(case: Case) -> Iterator[Finding]:
             with case.pool.built_with(parts=sizes):
                 found = _one(case, kind, sizes)
             if found is not None:
+                case.left_out.pop(kind, None)
                 yield found
                 break
 

@@ -255,7 +255,7 @@ class ProbeError(Exception):
 
     kind: str  # "aborts", "hangs" or "raises"
     ranks: tuple[int, ...]  # the ranks on which that was observed, if known
-    refused = False  # whether the check of a verb's call raised it, on every rank
+    refused = False  # whether verbs in forward ask for the sizes of their operands, where it failed
     # the exceptions of the ranks, by rank; empty if a rank died or timed out
     failures: Mapping[int, Failure] = {}
 
@@ -281,7 +281,7 @@ class FunctionRaisedError(ProbeError):
     def __init__(self, failures: Mapping[int, Failure]) -> None:
         # To show: preferably not from a rank that only waited for another one.
         rank, self.first = min(failures.items(), key=lambda item: item[1].waited)
-        self.refused = all(f.kind == "MismatchError" and f.text[:9] == "gradmesh." for f in failures.values())
+        self.refused = all(f.stage == "forward" and "the sizes differ" in f.text for f in failures.values())
         self.kind = "hangs" if self.first.waited else "raises"
         verb = "waits" if self.first.waited and not self.refused else "raises"
         text = re.sub(r"\s+", " ", self.first.first)
