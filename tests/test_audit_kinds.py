@@ -320,10 +320,8 @@ def test_parts_that_the_check_of_a_verb_refuses_on_every_rank_are_no_finding() -
         assert "on every rank: forward raises: MismatchError: gradmesh.all_gather" in found.left_out[kind]
     assert {"uneven-parts", "empty-part"} <= set(audit(lambda parts=None: build(parts, gathered)).kinds)
 
-    def alone(x: Tensor) -> Tensor:
-        return (
-            gm.all_gather(x) if len(x) == 2 else gathered(x)
-        )  # the backend refuses it, in the middle of a call
+    def alone(x: Tensor) -> Tensor:  # the backend refuses it, in the middle of a call
+        return gm.all_gather(x) if len(x) == 2 else gathered(x)
 
     assert "uneven-parts" in audit(lambda parts=None: build(parts, alone)).kinds
 

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.fresh_ranks  # it measures memory
 
 WRONG = {("functional collectives", "broadcast", "backward")}
 """Its gradient is that of the local result, not the sum over the ranks."""
+WRONG_ON_2_11 = {("spmd_types", "all_to_all", way) for way in ("forward", "backward")}
+"""There it gathers on the CPU, "falling back with allgather + chunk"."""
 
 
 def verdicts(
@@ -55,9 +57,9 @@ def test_every_system_is_right_on_processes_both_ways(processes: Callable[[int],
     assert processes(2)(set_up, names, False) == [{}, {}]
     found = verdicts(names, lambda task, able: processes(2)(on_rank, "check", task, able))
     wrong = {(system, verb, way) for (system, _, verb, way, _), problem in found.items() if problem}
-    if torch.__version__ < "2.12":  # more results of other systems are wrong there
+    if torch.__version__ < "2.11":  # more gradients of torch's own are wrong there
         wrong = WRONG | {each for each in wrong if each[0] == "gradmesh"}
-    assert wrong == WRONG
+    assert wrong == WRONG | (WRONG_ON_2_11 if torch.__version__.startswith("2.11.") else set())
     gradmesh = {key for key in found if key[:2] == ("gradmesh", "gloo")}
     assert len(gradmesh) == 2 * len(VERBS) * len(WAYS)
 

@@ -276,9 +276,8 @@ class _ReduceScatterToSequenceParallelRegion(_Mapping):
     ) -> Tensor:
         """Sum, keep this rank's slice, and save the op on `ctx`."""
         op = _shared.reduce_scatter(input_, axis_of(group), 0, ints(input_split_sizes))
-        return run(
-            ctx, op, input_, 3, input_split_sizes=input_split_sizes, use_global_buffer=use_global_buffer
-        )
+        given = {"input_split_sizes": input_split_sizes, "use_global_buffer": use_global_buffer}
+        return run(ctx, op, input_, others=3, **given)
 
     backward = _backward(
         lambda grad, axis, ctx: _shared.all_gather(grad, axis, 0, dst=R, sizes=ints(ctx.input_split_sizes)),

@@ -151,9 +151,7 @@ def audit(
             gloo=gloo,
         )
         if described[0].has_parameters:
-            case.left_out["parameters"] = (
-                "they are not operands; pass them as inputs to audit their gradients"
-            )
+            case.left_out["parameters"] = "not operands; pass them as inputs to audit their gradients"
         findings = list(_found(case, wanted))
     return Audit(
         name=described[0].name,

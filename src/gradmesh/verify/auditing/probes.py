@@ -281,7 +281,8 @@ class FunctionRaisedError(ProbeError):
     def __init__(self, failures: Mapping[int, Failure]) -> None:
         # To show: preferably not from a rank that only waited for another one.
         rank, self.first = min(failures.items(), key=lambda item: item[1].waited)
-        self.refused = all(f.stage == "forward" and "the sizes differ" in f.text for f in failures.values())
+        seen = {(f.stage, "if the sizes differ on purpose" in f.text) for f in failures.values()}
+        self.refused = seen == {("forward", True)}  # the remedy of a MismatchError
         self.kind = "hangs" if self.first.waited else "raises"
         verb = "waits" if self.first.waited and not self.refused else "raises"
         text = re.sub(r"\s+", " ", self.first.first)
