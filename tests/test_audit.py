@@ -225,12 +225,29 @@ class CopyToRegion(torch.autograd.Function):
         return grad.clone()
 
 
+class BroadcastsAndSumsEverywhere(torch.autograd.Function):
+    """Right for an operand that all ranks share; otherwise only the first rank's operand has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gm.broadcast(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gm.all_reduce(grad, dst=gm.R)
+
+
 LAW = ["not-adjoint", "unusual-reading"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("fn", "reading", "meant"), [(KeepsGradient, "P -> P", "V -> V"), (WrongRows, "R -> P", "R -> V")]
+    ("fn", "reading", "meant"),
+    [
+        (KeepsGradient, "P -> P", "V -> V"),
+        (WrongRows, "R -> P", "R -> V"),
+        (BroadcastsAndSumsEverywhere, "I -> R", "V -> R"),
+    ],
 )
 def test_unlikely_interpretation_warns_and_the_intended_one_can_be_requested(
     fn: Any, reading: str, meant: str, size: int
@@ -247,6 +264,26 @@ def test_unlikely_interpretation_warns_and_the_intended_one_can_be_requested(
     assert wrong.kinds == ("not-adjoint",)
     assert meant in wrong.findings[0].text
     assert wrong.arrow == meant
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(-2.0)])
+def test_the_factor_of_scale_gradient_is_left_out_and_a_wrong_backward_beside_it_is_found(
+    factor: Any,
+) -> None:
+    def scaled(fn: Any) -> Any:
+        return lambda: (lambda x: gm.scale_gradient(fn(x), factor), torch.randn(2, 2))
+
+    right = audit(scaled(gm.all_gather))
+    assert right.ok
+    assert right.arrows == ("V -> R",)
+    assert f"factor {float(factor)}" in right.left_out["scale_gradient"]
+    wrong = audit(scaled(ShiftsOn.apply))
+    assert "not-adjoint" in wrong.kinds
+    assert "scale_gradient" in wrong.left_out
+    x = torch.ones(1, requires_grad=True)
+    gm.scale_gradient(x, factor).backward()
+    assert x.grad is not None
+    assert x.grad.item() == float(factor)  # outside of an audit it is applied
 
 
 def test_a_ring_that_turns_the_wrong_way_back_is_found_by_default() -> None:

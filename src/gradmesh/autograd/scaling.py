@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from gradmesh._torch import enters_graphs, forward_level_open
 from gradmesh.errors import ArgumentError, GradmeshError, OrderError
 from gradmesh.transport import compiling
+
+left_out: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar("left_out", default=None)
+"""In an audit: where `scale_gradient` adds its factors, instead of applying them."""
 
 
 def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
@@ -48,34 +52,32 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
         ([1.0, 2.0], [1.0, 2.0])
     """
     if not isinstance(x, Tensor):
-        _refuse(
-            "x must be a tensor",
-            "a torch.Tensor",
-            type(x).__name__,
-            "call scale_gradient on each tensor of a structure",
-        )
+        remedy = "call scale_gradient on each tensor of a structure"
+        _refuse("x must be a tensor", "a torch.Tensor", type(x).__name__, remedy)
     if isinstance(s, Tensor):
-        if s.dim() or s.is_complex() or s.dtype is torch.bool:
-            _not_a_number(f"s of {s.dtype} and shape {tuple(s.shape)}")
-        if s.requires_grad:
-            _refuse(
-                "s must not require grad, because scale_gradient treats it as a constant",
-                "a constant",
-                "a tensor with requires_grad=True",
-                "pass s.detach(); to learn a factor, multiply the loss by it",
-            )
-    elif isinstance(s, bool) or not isinstance(s, Real):
-        _not_a_number(f"s={s!r}")
+        real = not (s.dim() or s.is_complex() or s.dtype is torch.bool)
+    else:
+        real = isinstance(s, Real) and not isinstance(s, bool)
+    if not real:
+        got = f"s of {s.dtype} and shape {tuple(s.shape)}" if isinstance(s, Tensor) else f"s={s!r}"
+        remedy = "pass a number, such as s=0.5"
+        _refuse("s must be one real number", "a real number, or a real 0-d tensor", got, remedy)
+    if isinstance(s, Tensor) and s.requires_grad:
+        _refuse(
+            "s must not require grad, because scale_gradient treats it as a constant",
+            "a constant",
+            "a tensor with requires_grad=True",
+            "pass s.detach(); to learn a factor, multiply the loss by it",
+        )
     if compiling():
         if forward_level_open():
-            _refuse(
-                "forward mode is not supported inside torch.compile",
-                "an uncompiled call",
-                "a call under torch.compile",
-                "call the uncompiled function in forward mode",
-                OrderError,
-            )
+            problem = "forward mode is not supported inside torch.compile"
+            remedy = "call the uncompiled function in forward mode"
+            _refuse(problem, "an uncompiled call", "a call under torch.compile", remedy, OrderError)
         allow_in_dynamo()
+    elif (factors := left_out.get()) is not None:
+        factors.add(float(s))
+        s = 1.0
     return _scaled(x, s)
 
 
@@ -117,15 +119,6 @@ class _Scaled(torch.autograd.Function):
 def _times(ctx: Any, derivative: Tensor) -> Tensor:
     s: float | Tensor = ctx.saved_tensors[0] if ctx.s is None else ctx.s
     return derivative * s
-
-
-def _not_a_number(got: str) -> NoReturn:
-    _refuse(
-        "s must be one real number",
-        "a real number, or a real 0-d tensor",
-        got,
-        "pass a number, such as s=0.5",
-    )
 
 
 def _refuse(

@@ -28,7 +28,7 @@ from gradmesh.errors import ArgumentError
 from gradmesh.transport.run import SEEN, own_rank
 from gradmesh.verify.gradients.program import exchanged
 from gradmesh.verify.simulator.trace import Entry, metadata, table
-from gradmesh.verify.timelines import complete
+from gradmesh.verify.timelines import Record, complete
 
 _RANGE = re.compile(
     r"gradmesh::(?P<verb>\S+) axis=(?P<axis>.*) bytes=(?P<bytes>\d+)(?P<backward> backward)?$"
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass
-class Profile:
+class Profile(Record):
     """The profile of one or several ranks. It can be pickled, so that a rank can return it.
 
     Attributes:
@@ -67,17 +67,7 @@ class Profile:
         entries: the entries of a Chrome trace, with the rank as process id, in microseconds since the start time.
     """
 
-    begun: int = 0
     entries: list[Entry] = dataclasses.field(default_factory=list)
-
-    @property
-    def started(self) -> int:
-        """The start time; `begun` is its earlier name."""
-        return self.begun
-
-    @started.setter
-    def started(self, time: int) -> None:
-        self.begun = time
 
     @classmethod
     def joined(cls, ranks: Iterable[Profile]) -> Profile:

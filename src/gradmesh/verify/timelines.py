@@ -36,6 +36,22 @@ from gradmesh.verify.simulator.trace import Event, EventLog, Events, Work, show,
 T = TypeVar("T")
 
 
+@dataclasses.dataclass
+class Record:
+    """What one rank records, or several."""
+
+    begun: float = 0
+
+    @property
+    def started(self) -> float:
+        """The start time; `begun` is its earlier name."""
+        return self.begun
+
+    @started.setter
+    def started(self, time: float) -> None:
+        self.begun = time
+
+
 def complete(ranks: Iterable[T], whole: str, block: str) -> list[T]:
     """Return the ranks' records as a list."""
     parts: list[Any] = list(ranks)
@@ -345,7 +361,7 @@ def worked(rank: int, whole: Span, waits: Iterable[Span], passes: Sequence[Span]
 
 
 @dataclasses.dataclass
-class Timeline:
+class Timeline(Record):
     """What one or several ranks compute, launch, send and wait for.
 
     It can be pickled, so that a rank can return it; `joined` combines those of all ranks.
@@ -358,18 +374,8 @@ class Timeline:
         work: the intervals in which a rank computes, i.e. does not wait.
     """
 
-    begun: float = 0.0
     events: Events = dataclasses.field(default_factory=lambda: Events([]))
     work: list[Work] = dataclasses.field(default_factory=list)
-
-    @property
-    def started(self) -> float:
-        """The start time; `begun` is its earlier name."""
-        return self.begun
-
-    @started.setter
-    def started(self, time: float) -> None:
-        self.begun = time
 
     @classmethod
     def joined(cls, ranks: Iterable[Timeline]) -> Timeline:

@@ -181,6 +181,8 @@ def adjoint(case: Case) -> Iterator[Finding]:
     every = [ranks for pairings in case.pairings.values() for ranks in pairings.probes]
     lines = [line for ranks in every for answer in ranks for line in answer.lines]
     case.line = lines[0] if lines else case.forward_line
+    if factors := sorted({factor for ranks in every for answer in ranks for factor in answer.factors}):
+        case.left_out["scale_gradient"] = f"factor {', '.join(map(str, factors))}; audited as if it were 1"
     yield from notes(case, every)
     case.arrows = strongest(holding_readings(case, readings, case.pairings))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
@@ -190,8 +192,7 @@ def adjoint(case: Case) -> Iterator[Finding]:
         count = len(case.shapes) + len(case.out_shapes)
         case.left_out["not-adjoint"] = f"{count} tensors have too many combinations of types to try"
     elif not case.readings:
-        text, ranks, line = _why(case, readings, case.pairings)
-        yield Finding("not-adjoint", text + _but(case, every_reading), ranks, line)
+        yield _excluded_or_wrong(case, readings, holding_readings(case, every_reading, case.pairings))
     elif case.pool.size > 1:
         yield from _unusual(case)
 
@@ -310,12 +311,15 @@ def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
         yield Finding(kind, text, tuple(sorted(ranks_of)), line or case.line)
 
 
-def _but(case: Case, readings: Sequence[Reading]) -> str:
-    """Name a reading under which it is correct, but which was excluded because it makes the collective unnecessary."""
-    same_gradients = [r for r in holding_readings(case, readings, case.pairings) if any(r.pattern[1])]
-    if not same_gradients:
-        return ""
-    return f"; correct as {strongest(same_gradients)[0]}, where gradients are equal on every rank and need no reduction"
+def _excluded_or_wrong(case: Case, readings: Sequence[Reading], excluded: Sequence[Reading]) -> Finding:
+    """What is wrong if only readings hold that were excluded because they make the collective unnecessary."""
+    if summed := [r for r in excluded if not any(r.pattern[1]) and Type.R not in r.src]:
+        text = f"backward is the adjoint only as {_names(strongest(summed))}, where operands are equal on every rank"
+        return Finding("unusual-reading", f"{text} and forward need not communicate", (), case.line)
+    text, ranks, line = _why(case, readings, case.pairings)
+    if equal := [r for r in excluded if any(r.pattern[1])]:
+        text += f"; correct as {strongest(equal)[0]}, where gradients are equal on every rank and need no reduction"
+    return Finding("not-adjoint", text, ranks, line)
 
 
 def _why(
@@ -346,7 +350,8 @@ def _why(
 
 
 def _from_the_strongest(readings: Sequence[Reading]) -> list[Reading]:
-    return sorted(readings, key=lambda r: -sum(r.implies(other) for other in readings))
+    """The usual readings first, and of those the one that implies most others."""
+    return sorted(readings, key=lambda r: (not usual(r), -sum(r.implies(other) for other in readings)))
 
 
 def _named(factor: float, world: int) -> str:

@@ -235,6 +235,7 @@ def first_order(subject: Subject, probe: Probe) -> Answer:
         answer.lines = lines = watched.lines
         before = [x.detach().clone() for x in given]
         grads = graph.backward(handed)
+    answer.factors = subject.factors
     answer.reached = any(g is not None for g in grads)
     answer.gradients = dense(grads, graph.leaves)
     text = "backward writes into the gradient of result {}"

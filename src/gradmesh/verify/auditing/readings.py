@@ -51,6 +51,7 @@ class Answer:
     notes: list[Note] = field(default_factory=list)  # forbidden writes and shared memory: kind, text and line
     # "file:line" of the backward of each autograd Function in the graph
     lines: list[str] = field(default_factory=list)
+    factors: set[float] = field(default_factory=set)  # those of `Subject`
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 
 from gradmesh._util.call_sites import GRADMESH, PARSING, TORCH
 from gradmesh._util.structure import sequence_like, tensors_in
+from gradmesh.autograd import scaling
 from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.autograd.traced import subclasses
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError
@@ -57,6 +58,7 @@ class Subject:
     dtype: torch.dtype = torch.float64
     ordered: bool = False  # whether the function must be called inside `gradmesh.ordered()`
     kept: dict[str, Any] = field(default_factory=dict)  # values that one probe stores for the next
+    factors: set[float] = field(default_factory=set)  # of `scale_gradient`, which the audit leaves out
 
     def operand_dtype(self, index: int, complex_too: bool = False) -> torch.dtype:
         """The dtype in which to draw an operand."""
@@ -74,8 +76,12 @@ class Subject:
         values = list(self.inputs)
         for index, x in zip(self.operands, operands, strict=True):
             values[index] = x
-        out = self.fn(*replaced(self.arguments, iter(values)))
-        out = list(out) if isinstance(out, Iterator) else out
+        token = scaling.left_out.set(self.factors)
+        try:
+            out = self.fn(*replaced(self.arguments, iter(values)))
+            out = list(out) if isinstance(out, Iterator) else out
+        finally:
+            scaling.left_out.reset(token)
         local = [local_shard(y) for y in tensors_in(out)]
         return [y for y in local if y.is_floating_point() or y.is_complex()]
 
@@ -260,9 +266,9 @@ def python_function(node: Any) -> Any:
 
 
 def backward_line(node: Any) -> str | None:
-    """The "file:line" of a node's backward, if it belongs to an autograd Function written in Python."""
+    """The "file:line" of a node's backward, if it belongs to an autograd Function in Python, not one of gradmesh."""
     cls = python_function(node)
-    return None if cls is None else line_of(cls.backward)
+    return None if cls is None or cls.__module__.startswith("gradmesh.") else line_of(cls.backward)
 
 
 def nodes(results: Sequence[Tensor]) -> Iterator[Any]:
