@@ -182,6 +182,22 @@ def test_a_missing_module_is_reported_with_where_to_install_it(tmp_path: Path) -
     assert found.remedy == f"Install no_such_module beside gradmesh, in {sys.prefix}."
 
 
+def test_an_error_of_gradmesh_is_reported_with_every_ranks_call_and_its_own_remedy(tmp_path: Path) -> None:
+    script = tmp_path / "differs.py"
+    script.write_text(
+        "import torch\nimport gradmesh as gm\ngm.init()\ngm.all_gather(torch.ones(2 + gm.rank(), 3))\n"
+    )
+    (found,) = run.check_script(run.Target(str(script)), ranks=2).findings
+    assert found.rule.id == "GM501"
+    assert "MismatchError: gradmesh.all_gather: the ranks' calls do not match" in found.message
+    for rank in (0, 1):
+        assert (
+            f"rank {rank}: all_gather(dim=0, dst=gm.R, sizes=equal) of float32[{2 + rank}, 3]"
+            in found.message
+        )
+    assert found.remedy.startswith('if the sizes differ on purpose, pass sizes="auto" or sizes=(2, 3)')
+
+
 @pytest.mark.parametrize(("number", "name"), [(int(signal.SIGKILL), "SIGKILL"), (40, "signal 40")])
 def test_signal_is_reported_by_name(number: int, name: str, tmp_path: Path) -> None:
     script = tmp_path / "dies.py"

@@ -206,10 +206,9 @@ def _one(context: Context, got: Got) -> Finding:
     at, began = _lines(context, got)
     if got.kind == "bent":
         said = f"the gradient of {got.name} is not the true one, nor a multiple of it"
-        if _is_cut(context, got):
-            said += ": some ways from the loss to it are cut off"
-            return finding("GM103", said, at, began, got.ranks, got.name)
-        return finding("GM103", said, at, began, got.ranks, got.name, _OF_PARTS)
+        cut = _is_cut(context, got)
+        said += ": some ways from the loss to it are cut off" if cut else ""
+        return finding("GM103", said, at, began, got.ranks, got.name, "" if cut else _OF_PARTS)
     times = got.ratio / context.expected
     if (scaled := _scaled_by(context, got, times)) is not None:
         began = context.place(got.parts[0].rank, context.used_at(got.parts[0].rank, got.parts[0].ids))
@@ -225,12 +224,10 @@ def _one(context: Context, got: Got) -> Finding:
     if times > 1:
         said = f"the gradient of {got.name} is {times:.4g} times the true one, beside the other parameters"
         return finding("GM102", said, at, began, got.ranks, got.name)
+    share = f"{_fraction(times)} of the true one"
+    said = f"the gradient of {got.name} is {share}, beside the other parameters"
     if times == 0:
         said = f"{got.name} gets no gradient, and the loss depends on it"
-    else:
-        said = (
-            f"the gradient of {got.name} is {_fraction(times)} of the true one, beside the other parameters"
-        )
     return finding("GM103", said, at, began, got.ranks, got.name)
 
 
