@@ -266,24 +266,39 @@ def test_unlikely_interpretation_warns_and_the_intended_one_can_be_requested(
     assert wrong.arrow == meant
 
 
-@pytest.mark.parametrize("factor", [0.5, torch.tensor(-2.0)])
-def test_the_factor_of_scale_gradient_is_left_out_and_a_wrong_backward_beside_it_is_found(
-    factor: Any,
-) -> None:
-    def scaled(fn: Any) -> Any:
-        return lambda: (lambda x: gm.scale_gradient(fn(x), factor), torch.randn(2, 2))
+@pytest.mark.parametrize("arrow", [None, "V -> R"])
+def test_a_factor_of_scale_gradient_is_named_and_findings_stand_at_the_function(arrow: str | None) -> None:
+    def halved(x: Tensor) -> Tensor:
+        return gm.scale_gradient(gm.all_gather(x), 0.5)
 
-    right = audit(scaled(gm.all_gather))
-    assert right.ok
-    assert right.arrows == ("V -> R",)
-    assert f"factor {float(factor)}" in right.left_out["scale_gradient"]
-    wrong = audit(scaled(ShiftsOn.apply))
-    assert "not-adjoint" in wrong.kinds
-    assert "scale_gradient" in wrong.left_out
-    x = torch.ones(1, requires_grad=True)
-    gm.scale_gradient(x, factor).backward()
-    assert x.grad is not None
-    assert x.grad.item() == float(factor)  # outside of an audit it is applied
+    found = audit(lambda: (halved, torch.randn(2, 2)), arrow=arrow)
+    assert found.kinds == ("not-adjoint", "forward-mode-wrong")
+    for finding in found.findings:
+        assert (
+            "the factor of gm.scale_gradient: if it is meant, audit the function without it" in finding.text
+        )
+        assert __file__ in str(finding.line)
+    assert "too small by 2 as V -> R" in found.findings[0].text
+    plain = audit(lambda: (lambda x: x + 0.5 * gm.all_gather(x)[:2].detach(), torch.randn(2, 2)), kinds=LAW)
+    assert "scale_gradient" not in plain.findings[0].text
+
+
+class MeanWithSummedGradient(torch.autograd.Function):
+    """W times too large, and right for equal operands alone, as which it could do without communication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gm.all_reduce(x, dst=gm.R) / gm.world_size()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gm.all_reduce(grad, dst=gm.R)
+
+
+def test_a_mean_whose_backward_sums_is_wrong_though_right_for_equal_operands() -> None:
+    found = audit(lambda: (MeanWithSummedGradient.apply, torch.randn(2)), kinds=LAW)
+    assert found.kinds == ("not-adjoint",)
+    assert "W = 3 times too large" in found.findings[0].text
 
 
 def test_a_ring_that_turns_the_wrong_way_back_is_found_by_default() -> None:

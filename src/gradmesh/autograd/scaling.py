@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -12,9 +11,6 @@ from torch import Tensor
 from gradmesh._torch import enters_graphs, forward_level_open
 from gradmesh.errors import ArgumentError, GradmeshError, OrderError
 from gradmesh.transport import compiling
-
-left_out: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar("left_out", default=None)
-"""In an audit: where `scale_gradient` adds its factors, instead of applying them."""
 
 
 def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
@@ -54,10 +50,9 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         remedy = "call scale_gradient on each tensor of a structure"
         _refuse("x must be a tensor", "a torch.Tensor", type(x).__name__, remedy)
+    real = isinstance(s, Real) and not isinstance(s, bool)
     if isinstance(s, Tensor):
         real = not (s.dim() or s.is_complex() or s.dtype is torch.bool)
-    else:
-        real = isinstance(s, Real) and not isinstance(s, bool)
     if not real:
         got = f"s of {s.dtype} and shape {tuple(s.shape)}" if isinstance(s, Tensor) else f"s={s!r}"
         remedy = "pass a number, such as s=0.5"
@@ -75,9 +70,6 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
             remedy = "call the uncompiled function in forward mode"
             _refuse(problem, "an uncompiled call", "a call under torch.compile", remedy, OrderError)
         allow_in_dynamo()
-    elif (factors := left_out.get()) is not None:
-        factors.add(float(s))
-        s = 1.0
     return _scaled(x, s)
 
 

@@ -129,11 +129,13 @@ def endings(run: Recording) -> list[Finding]:
                 "find_unused_parameters=True to DistributedDataParallel."
             )
             return [finding("GM401", said, at, None, [rank], remedy=remedy)]
-        text, _, remedy = tape.error.partition("\n  remedy  ")  # of an error of gradmesh, as is what it got
-        got = "; ".join(map(str.strip, text.partition("\n  got  ")[2].splitlines()))
-        said = f"rank {rank} raised {text.splitlines()[0]}" + (f"; got {got}" if got else "")
-        if missing := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", text):
+        said, got, remedy = tape.error.splitlines()[0], "", ""
+        if tape.error.startswith("gradmesh.errors."):
+            text, _, remedy = tape.error.partition("\n  remedy  ")
+            got = "; ".join(map(str.strip, text.partition("\n  got  ")[2].splitlines()))
+        elif missing := re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", said):
             remedy = f"Install {missing[1]} beside gradmesh, in {sys.prefix}."
+        said = f"rank {rank} raised {said}" + (f"; got {got}" if got else "")
         return [finding("GM501", said, at, None, [rank], remedy=" ".join(remedy.split()))]
     if run.stuck:
         waiting = [rank for rank, tape in enumerate(tapes) if tape is None]

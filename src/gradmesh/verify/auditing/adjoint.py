@@ -98,6 +98,11 @@ def _outputs(answer: Answer, back: bool) -> list[Tensor]:
 
 def _sent(case: Case, plain: Sequence[Answer], back: bool, index: int) -> bool:
     """Whether other ranks' results depend on an operand; with `back`: their gradients on the gradient of a result."""
+    return any(one != rank for one, rank in _dependencies(case, plain, back, index))
+
+
+def _dependencies(case: Case, plain: Sequence[Answer], back: bool, index: int) -> list[tuple[int, int]]:
+    """The ranks that have an operand, each with a rank whose results depend on it."""
     ranks = range(case.pool.size)
     changed = range(min(case.pool.size, _CHANGED))
     probes = [
@@ -105,13 +110,13 @@ def _sent(case: Case, plain: Sequence[Answer], back: bool, index: int) -> bool:
         for one in changed
     ]
     answers = case.pool.answered(first_order if back else forward_only, probes)
-    return any(
-        largest_distance(_outputs(plain[rank], back), _outputs(answers[one][rank], back))
-        > 10 * case.tolerance
+    return [
+        (one, rank)
         for one in changed
         for rank in ranks
-        if rank != one
-    )
+        if largest_distance(_outputs(plain[rank], back), _outputs(answers[one][rank], back))
+        > 10 * case.tolerance
+    ]
 
 
 def _rotates(case: Case, back: bool, index: int) -> bool:
@@ -181,8 +186,10 @@ def adjoint(case: Case) -> Iterator[Finding]:
     every = [ranks for pairings in case.pairings.values() for ranks in pairings.probes]
     lines = [line for ranks in every for answer in ranks for line in answer.lines]
     case.line = lines[0] if lines else case.forward_line
-    if factors := sorted({factor for ranks in every for answer in ranks for factor in answer.factors}):
-        case.left_out["scale_gradient"] = f"factor {', '.join(map(str, factors))}; audited as if it were 1"
+    if any(answer.scaled for ranks in every for answer in ranks):
+        case.scaled = (
+            "; that includes the factor of gm.scale_gradient: if it is meant, audit the function without it"
+        )
     yield from notes(case, every)
     case.arrows = strongest(holding_readings(case, readings, case.pairings))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
@@ -232,7 +239,7 @@ def _meant(case: Case, arrow: str) -> Iterator[Finding]:
     text, ranks, line = _why(case, [reading], pairings)
     others = f"; it is the adjoint as {_names(case.arrows)}" if case.arrows else ""
     asked = "" if f"as {reading}" in text else f"as {reading} (requested): "
-    yield Finding("not-adjoint", f"{asked}{text}{others}", ranks, line)
+    yield Finding("not-adjoint", f"{asked}{text}{others}{case.scaled}", ranks, line)
 
 
 def _unusual(case: Case) -> Iterator[Finding]:
@@ -313,13 +320,15 @@ def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
 
 def _excluded_or_wrong(case: Case, readings: Sequence[Reading], excluded: Sequence[Reading]) -> Finding:
     """What is wrong if only readings hold that were excluded because they make the collective unnecessary."""
-    if summed := [r for r in excluded if not any(r.pattern[1]) and Type.R not in r.src]:
+    summed = [r for r in excluded if not any(r.pattern[1]) and Type.R not in r.src]
+    plain, operands = next(iter(case.pairings.values())).probes[0], range(len(case.shapes))
+    if summed and len({one for i in operands for one, _ in _dependencies(case, plain, False, i)}) == 1:
         text = f"backward is the adjoint only as {_names(strongest(summed))}, where operands are equal on every rank"
         return Finding("unusual-reading", f"{text} and forward need not communicate", (), case.line)
     text, ranks, line = _why(case, readings, case.pairings)
     if equal := [r for r in excluded if any(r.pattern[1])]:
         text += f"; correct as {strongest(equal)[0]}, where gradients are equal on every rank and need no reduction"
-    return Finding("not-adjoint", text, ranks, line)
+    return Finding("not-adjoint", text + case.scaled, ranks, line)
 
 
 def _why(

@@ -92,7 +92,7 @@ def forward_mode(case: Case) -> Iterator[Finding]:
         lost = all(g is None or not bool(g.abs().max() > 0) for a in wrong.values() for g, _ in a.pairs)
         worst = max(answer.off for answer in wrong.values())
         text = "the tangent is silently lost" if lost else f"the tangent has an error of {worst:.0%}"
-        yield Finding("forward-mode-wrong", text, tuple(wrong), case.forward_line)
+        yield Finding("forward-mode-wrong", text + case.scaled, tuple(wrong), case.forward_line)
 
 
 def _tangent(subject: Subject, probe: Probe) -> _Compared:

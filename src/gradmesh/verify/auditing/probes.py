@@ -232,13 +232,13 @@ def first_order(subject: Subject, probe: Probe) -> Answer:
         answer.cotangents = cotangents(subject, probe, results)
         handed = [y.clone() for y in answer.cotangents]
         watched = Watch(results)
-        answer.lines = lines = watched.lines
+        answer.lines, answer.scaled = watched.lines, watched.scaled
         before = [x.detach().clone() for x in given]
         grads = graph.backward(handed)
-    answer.factors = subject.factors
     answer.reached = any(g is not None for g in grads)
     answer.gradients = dense(grads, graph.leaves)
     text = "backward writes into the gradient of result {}"
+    lines = answer.lines
     notes += watched.notes() or changed("gradient-overwritten", text, handed, answer.cotangents, lines)
     notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
     text = "backward writes into result {}, which other code may read"
@@ -473,6 +473,7 @@ class Case:
     gloo: bool = True  # whether to also test functions that call torch.distributed on processes with Gloo
     assumes: tuple[str, ...] = ()  # the conditions under which the gradient is correct
     left_out: dict[str, str] = field(default_factory=dict)  # kinds that could not be checked, with the reason
+    scaled: str = ""  # for findings, if gm.scale_gradient is in the graph
     unchecked: str = ""  # why nothing can be checked; empty otherwise
     # the first-order answers and their inner products, by pattern
     pairings: dict[Pattern, Pairings] = field(default_factory=dict)

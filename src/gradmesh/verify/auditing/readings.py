@@ -51,7 +51,7 @@ class Answer:
     notes: list[Note] = field(default_factory=list)  # forbidden writes and shared memory: kind, text and line
     # "file:line" of the backward of each autograd Function in the graph
     lines: list[str] = field(default_factory=list)
-    factors: set[float] = field(default_factory=set)  # those of `Subject`
+    scaled: bool = False  # whether gm.scale_gradient is in the graph
 
 
 @dataclass(frozen=True)

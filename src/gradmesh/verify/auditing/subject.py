@@ -58,7 +58,6 @@ class Subject:
     dtype: torch.dtype = torch.float64
     ordered: bool = False  # whether the function must be called inside `gradmesh.ordered()`
     kept: dict[str, Any] = field(default_factory=dict)  # values that one probe stores for the next
-    factors: set[float] = field(default_factory=set)  # of `scale_gradient`, which the audit leaves out
 
     def operand_dtype(self, index: int, complex_too: bool = False) -> torch.dtype:
         """The dtype in which to draw an operand."""
@@ -76,12 +75,8 @@ class Subject:
         values = list(self.inputs)
         for index, x in zip(self.operands, operands, strict=True):
             values[index] = x
-        token = scaling.left_out.set(self.factors)
-        try:
-            out = self.fn(*replaced(self.arguments, iter(values)))
-            out = list(out) if isinstance(out, Iterator) else out
-        finally:
-            scaling.left_out.reset(token)
+        out = self.fn(*replaced(self.arguments, iter(values)))
+        out = list(out) if isinstance(out, Iterator) else out
         local = [local_shard(y) for y in tensors_in(out)]
         return [y for y in local if y.is_floating_point() or y.is_complex()]
 
@@ -266,9 +261,9 @@ def python_function(node: Any) -> Any:
 
 
 def backward_line(node: Any) -> str | None:
-    """The "file:line" of a node's backward, if it belongs to an autograd Function in Python, not one of gradmesh."""
+    """The "file:line" of a node's backward, if it belongs to an autograd Function written in Python."""
     cls = python_function(node)
-    return None if cls is None or cls.__module__.startswith("gradmesh.") else line_of(cls.backward)
+    return None if cls is None else line_of(cls.backward)
 
 
 def nodes(results: Sequence[Tensor]) -> Iterator[Any]:
@@ -513,13 +508,15 @@ class Watch:
     """Compares the incoming gradients of the autograd Functions in a graph before and after their backward."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
-        self.lines: list[str] = []  # "file:line" of the backward of each Function
+        self.lines: list[str] = []  # "file:line" of the backward of each Function outside of gradmesh
+        self.scaled = False  # whether gm.scale_gradient is in the graph
         self._handed: list[tuple[str, str, Tensor, Tensor]] = []
         for node in nodes(results):
             line = backward_line(node)
             if line is None:
                 continue
-            if line not in self.lines:
+            self.scaled |= line.startswith(scaling.__file__)
+            if line not in self.lines and not line.startswith(GRADMESH):
                 self.lines.append(line)
             node.register_prehook(self._before(type(node).__name__.removesuffix("Backward"), line))
 
