@@ -48,15 +48,18 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
         ([1.0, 2.0], [1.0, 2.0])
     """
     if not isinstance(x, Tensor):
-        remedy = "call scale_gradient on each tensor of a structure"
-        _refuse("x must be a tensor", "a torch.Tensor", type(x).__name__, remedy)
+        _refuse(
+            "x must be a tensor",
+            "a torch.Tensor",
+            type(x).__name__,
+            "call scale_gradient on each tensor of a structure",
+        )
     real = isinstance(s, Real) and not isinstance(s, bool)
     if isinstance(s, Tensor):
         real = not (s.dim() or s.is_complex() or s.dtype is torch.bool)
     if not real:
         got = f"s of {s.dtype} and shape {tuple(s.shape)}" if isinstance(s, Tensor) else f"s={s!r}"
-        remedy = "pass a number, such as s=0.5"
-        _refuse("s must be one real number", "a real number, or a real 0-d tensor", got, remedy)
+        _refuse("s must be one real number", "a real number, or a real 0-d tensor", got, "pass e.g. s=0.5")
     if isinstance(s, Tensor) and s.requires_grad:
         _refuse(
             "s must not require grad, because scale_gradient treats it as a constant",
@@ -66,9 +69,13 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
         )
     if compiling():
         if forward_level_open():
-            problem = "forward mode is not supported inside torch.compile"
-            remedy = "call the uncompiled function in forward mode"
-            _refuse(problem, "an uncompiled call", "a call under torch.compile", remedy, OrderError)
+            _refuse(
+                "forward mode is not supported inside torch.compile",
+                "an uncompiled call",
+                "a call under torch.compile",
+                "call the uncompiled function in forward mode",
+                OrderError,
+            )
         allow_in_dynamo()
     return _scaled(x, s)
 

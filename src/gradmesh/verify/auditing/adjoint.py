@@ -349,11 +349,8 @@ def _why(
     errors = [(pairings[reading.pattern].error(reading), reading) for reading in readings]
     error, nearest = min(errors, key=lambda pair: pair[0])
     if math.isinf(error):
-        return (
-            "no reading fits: results or gradients differ between ranks where the types require equal values",
-            (),
-            case.line,
-        )
+        text = "no reading fits: results or gradients differ between ranks where types require equal ones"
+        return text, (), case.line
     which = "the error is" if len(readings) == 1 else f"under the closest reading, {nearest}, the error is"
     return f"the gradient is not a multiple of the correct one; {which} {error:.0%}", (), case.line
 
@@ -436,11 +433,8 @@ def _check_reading(case: Case, arrow: Reading, probes: Sequence[Sequence[_Second
     if not errors:
         return None
     dead = [rank for rank in range(len(probes[0])) if not any(ranks[rank].arrived for ranks in probes)]
-    if (
-        dead
-        and all(_zero(ranks[rank].back) for rank in dead for ranks in probes)
-        and set(errors) <= set(dead)
-    ):
+    silent = all(_zero(ranks[rank].back) for rank in dead for ranks in probes)
+    if dead and silent and set(errors) <= set(dead):
         text = f"on some ranks the gradient is not differentiable, as {arrow}"
         return Finding("second-order-lost", text, tuple(dead), case.line)
     text = f"the second-order gradient has an error of {max(errors.values()):.0%}, as {arrow}"

@@ -232,13 +232,12 @@ def first_order(subject: Subject, probe: Probe) -> Answer:
         answer.cotangents = cotangents(subject, probe, results)
         handed = [y.clone() for y in answer.cotangents]
         watched = Watch(results)
-        answer.lines, answer.scaled = watched.lines, watched.scaled
+        lines, answer.lines, answer.scaled = watched.lines, watched.lines, watched.scaled
         before = [x.detach().clone() for x in given]
         grads = graph.backward(handed)
     answer.reached = any(g is not None for g in grads)
     answer.gradients = dense(grads, graph.leaves)
     text = "backward writes into the gradient of result {}"
-    lines = answer.lines
     notes += watched.notes() or changed("gradient-overwritten", text, handed, answer.cotangents, lines)
     notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
     text = "backward writes into result {}, which other code may read"
