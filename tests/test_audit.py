@@ -274,9 +274,7 @@ def test_a_factor_of_scale_gradient_is_named_and_findings_stand_at_the_function(
     found = audit(lambda: (halved, torch.randn(2, 2)), arrow=arrow)
     assert found.kinds == ("not-adjoint", "forward-mode-wrong")
     for finding in found.findings:
-        assert (
-            "the factor of gm.scale_gradient: if it is meant, audit the function without it" in finding.text
-        )
+        assert "the factor of gm.scale_gradient: if it is meant, audit without it" in finding.text
         assert __file__ in str(finding.line)
     assert "too small by 2 as V -> R" in found.findings[0].text
     plain = audit(lambda: (lambda x: x + 0.5 * gm.all_gather(x)[:2].detach(), torch.randn(2, 2)), kinds=LAW)

@@ -72,13 +72,14 @@ def with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
         shape is not None and agree([a.results for a in plain], i, case.tolerance)
         for i, shape in enumerate(case.out_shapes)
     ]
+    depending = [_dependencies(case, plain, False, i) for i in range(len(case.shapes))]
+    depending_back = [_dependencies(case, plain, True, i) for i in range(len(case.out_shapes))]
+    case.senders = {one for pairs in depending for one, _ in pairs}
     rotates = [
-        _sent(case, plain, False, i) and (_rotates(case, False, i) or _copied(case, plain, i))
-        for i in range(len(case.shapes))
+        _sent(pairs) and (_rotates(case, False, i) or _copied(case, plain, i))
+        for i, pairs in enumerate(depending)
     ]
-    rotates_back = [
-        _sent(case, plain, True, i) and _rotates(case, True, i) for i in range(len(case.out_shapes))
-    ]
+    rotates_back = [_sent(pairs) and _rotates(case, True, i) for i, pairs in enumerate(depending_back)]
 
     def kept(reading: Reading) -> bool:
         same, same_out = reading.pattern
@@ -96,13 +97,13 @@ def _outputs(answer: Answer, back: bool) -> list[Tensor]:
     return answer.gradients if back else answer.results
 
 
-def _sent(case: Case, plain: Sequence[Answer], back: bool, index: int) -> bool:
-    """Whether other ranks' results depend on an operand; with `back`: their gradients on the gradient of a result."""
-    return any(one != rank for one, rank in _dependencies(case, plain, back, index))
+def _sent(dependencies: Iterable[tuple[int, int]]) -> bool:
+    """Whether a rank depends on another one."""
+    return any(one != rank for one, rank in dependencies)
 
 
 def _dependencies(case: Case, plain: Sequence[Answer], back: bool, index: int) -> list[tuple[int, int]]:
-    """The ranks that have an operand, each with a rank whose results depend on it."""
+    """The ranks that have an operand, each with a rank whose results depend on it; with `back`: of the gradients."""
     ranks = range(case.pool.size)
     changed = range(min(case.pool.size, _CHANGED))
     probes = [
@@ -187,9 +188,7 @@ def adjoint(case: Case) -> Iterator[Finding]:
     lines = [line for ranks in every for answer in ranks for line in answer.lines]
     case.line = lines[0] if lines else case.forward_line
     if any(answer.scaled for ranks in every for answer in ranks):
-        case.scaled = (
-            "; that includes the factor of gm.scale_gradient: if it is meant, audit the function without it"
-        )
+        case.scaled = "; that includes the factor of gm.scale_gradient: if it is meant, audit without it"
     yield from notes(case, every)
     case.arrows = strongest(holding_readings(case, readings, case.pairings))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
@@ -321,8 +320,7 @@ def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
 def _excluded_or_wrong(case: Case, readings: Sequence[Reading], excluded: Sequence[Reading]) -> Finding:
     """What is wrong if only readings hold that were excluded because they make the collective unnecessary."""
     summed = [r for r in excluded if not any(r.pattern[1]) and Type.R not in r.src]
-    plain, operands = next(iter(case.pairings.values())).probes[0], range(len(case.shapes))
-    if summed and len({one for i in operands for one, _ in _dependencies(case, plain, False, i)}) == 1:
+    if summed and len(case.senders) == 1:
         text = f"backward is the adjoint only as {_names(strongest(summed))}, where operands are equal on every rank"
         return Finding("unusual-reading", f"{text} and forward need not communicate", (), case.line)
     text, ranks, line = _why(case, readings, case.pairings)

@@ -160,7 +160,7 @@ def audit(
         arrows=tuple(map(str, case.arrows)),
         findings=sorted_findings(f for f in findings if f.kind in wanted),
         linear=case.linear,
-        left_out={k: why for k, why in case.left_out.items() if k in wanted or k not in KINDS},
+        left_out={kind: why for kind, why in case.left_out.items() if kind in {*wanted, "parameters"}},
         seconds=time.monotonic() - start,
         readings=frozenset(map(str, case.readings)),
         arrow=arrow,

@@ -232,16 +232,16 @@ def first_order(subject: Subject, probe: Probe) -> Answer:
         answer.cotangents = cotangents(subject, probe, results)
         handed = [y.clone() for y in answer.cotangents]
         watched = Watch(results)
-        lines, answer.lines, answer.scaled = watched.lines, watched.lines, watched.scaled
+        answer.lines, answer.scaled = watched.lines, watched.scaled
         before = [x.detach().clone() for x in given]
         grads = graph.backward(handed)
     answer.reached = any(g is not None for g in grads)
     answer.gradients = dense(grads, graph.leaves)
     text = "backward writes into the gradient of result {}"
-    notes += watched.notes() or changed("gradient-overwritten", text, handed, answer.cotangents, lines)
-    notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
+    notes += watched.notes() or changed("gradient-overwritten", text, handed, answer.cotangents, answer.lines)
+    notes += changed("operand-overwritten", "backward writes into operand {}", given, before, answer.lines)
     text = "backward writes into result {}, which other code may read"
-    notes += changed("saved-buffer-overwritten", text, results, out, lines)
+    notes += changed("saved-buffer-overwritten", text, results, out, answer.lines)
     return answer
 
 
@@ -471,6 +471,7 @@ class Case:
     name: str = ""  # the function's name
     gloo: bool = True  # whether to also test functions that call torch.distributed on processes with Gloo
     assumes: tuple[str, ...] = ()  # the conditions under which the gradient is correct
+    senders: set[int] = field(default_factory=set)  # the tried ranks on whose operands results depend
     left_out: dict[str, str] = field(default_factory=dict)  # kinds that could not be checked, with the reason
     scaled: str = ""  # for findings, if gm.scale_gradient is in the graph
     unchecked: str = ""  # why nothing can be checked; empty otherwise

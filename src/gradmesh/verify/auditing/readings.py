@@ -49,7 +49,7 @@ class Answer:
     gradients: list[Tensor] = field(default_factory=list)
     reached: bool = False  # whether any gradient was not None
     notes: list[Note] = field(default_factory=list)  # forbidden writes and shared memory: kind, text and line
-    # "file:line" of the backward of each autograd Function in the graph
+    # "file:line" of the backward of each autograd Function in the graph that is not of gradmesh
     lines: list[str] = field(default_factory=list)
     scaled: bool = False  # whether gm.scale_gradient is in the graph
 
