@@ -22,6 +22,7 @@ from gradmesh._torch.compilers import (
 )
 from gradmesh._torch.groups import abort_group, default_store, duplicate_group, is_known, join_through
 from gradmesh._torch.modes import (
+    apply_in_c,
     dispatch_modes,
     forward_level,
     forward_level_open,
@@ -37,6 +38,7 @@ from gradmesh._torch.modes import (
     to_list,
     tracing,
     transforms_active,
+    unwrap_if_dead,
     without_autograd,
 )
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone

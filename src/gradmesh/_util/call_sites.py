@@ -48,13 +48,21 @@ _is_internal: dict[str, bool] = {}
 ORIGINS: dict[int, Callable[[], str]] = {}
 """For each thread that runs the backward of a call: describes the forward call."""
 
-_seen = threading.local()  # .site: overrides `call_site` in this thread
+
+class _Seen(threading.local):
+    """What overrides `call_site` in a thread."""
+
+    def __init__(self) -> None:
+        self.site: Site = None
+
+
+_seen = _Seen()
 
 
 @contextlib.contextmanager
 def seen_from(site: Site) -> Iterator[None]:
     """Make `call_site` return the call site of another thread, whose call runs here."""
-    before: Site = getattr(_seen, "site", None)
+    before = _seen.site
     _seen.site = site
     try:
         yield
@@ -62,12 +70,14 @@ def seen_from(site: Site) -> Iterator[None]:
         _seen.site = before
 
 
-def call_site() -> Site:
-    """The innermost frame outside torch and gradmesh; cheap, as it is only shown in errors."""
-    override: Site = getattr(_seen, "site", None)
-    if override is not None:
-        return override
-    frame = sys._getframe(1)
+def call_site(internal_frames: int = 1) -> Site:
+    """The innermost frame outside torch and gradmesh; cheap, as it is only shown in errors.
+
+    The first so many frames are known to be of gradmesh: Python does not make an object of a frame that is passed over.
+    """
+    if _seen.site is not None:
+        return _seen.site
+    frame = sys._getframe(internal_frames)
     while frame is not None:
         code = frame.f_code
         internal = _is_internal.get(code.co_filename)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import (
+    apply_in_c,
     dispatch_modes,
     enters_graphs,
     forward_level,
@@ -32,13 +33,14 @@ from gradmesh._torch import (
     saves_for_a_checkpoint,
     script_state,
     tracing,
+    unwrap_if_dead,
 )
 from gradmesh._util.call_sites import call_site
 from gradmesh.autograd.traced import Encoded, Traced, decode, encode
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.runtime.checking import FULL
-from gradmesh.runtime.state import Chain, check_level, rank_state
+from gradmesh.runtime.state import INSTALLED, Chain, check_level, rank_state
 from gradmesh.transport import compiling, run
 from gradmesh.transport.call_checks import (
     BACKWARD,
@@ -198,13 +200,15 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
 
     Also a Python frame for profile functions, which cannot see `apply` where torch has it in C++.
     """
-    node: Any = _Rule if functorch_active() else _Node
-    deferred = None if node is _Rule else rank_state().of_thread.deferred
     made: tuple[Tensor, Tensor]
-    if deferred is None:
-        made = node.apply(op, x, token, call)
+    if functorch_active():
+        made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
+    elif (deferred := rank_state().of_thread.deferred) is not None:
+        made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))
+    elif INSTALLED[0]:
+        made = _Node.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     else:
-        made = deferred.recorded(op, x, call, lambda: node.apply(op, x, token, call))
+        made = _apply(op, unwrap_if_dead(x), token, call)
     return made
 
 
@@ -383,7 +387,8 @@ class _Rule(torch.autograd.Function):
         ctx.op = op.op if isinstance(op, _FinishedCall) else op
         ctx.operand, ctx.result = x.shape, output[0].shape
         ctx.dtype, ctx.device = x.dtype, x.device
-        ctx.call.site = ctx.call.site or call_site()  # the deferred check has looked already
+        # The deferred check has looked already; else `apply_unordered` and three more have called this.
+        ctx.call.site = ctx.call.site or call_site(4)
         # One tensor in both cases: a checkpoint counts saved tensors, and may recompute outside of ordered().
         ctx.save_for_backward(token if ctx.call.ordered else output[1])
         ctx.set_materialize_grads(False)
@@ -450,8 +455,12 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own = type(op) is Traced or type(op) is _FinishedCall
         y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
-        output = y, torch.zeros_like(token) if token.is_cpu else zero_for(token)
+        plain = torch.Tensor.detach if token is DETACHED_TOKEN else torch.zeros_like if token.is_cpu else zero_for
+        output = y, plain(token)
         _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp
+
+
+_apply = apply_in_c(_Node)

@@ -297,6 +297,7 @@ class TorchNames(dist.ProcessGroup):
         self._name = name
         self._desc = "undefined"
         self.kept = BoundedCache()  # the group's cache; see `group_cache`
+        self.calls: Any = None  # the counter of its calls; see `gradmesh.transport.call_checks.calls_of`
 
     # -- identity
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops.base import Along, compiling, shifted
+from gradmesh.ops.base import Along, shifted
 from gradmesh.ops.row import Example, Examples, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
-from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
+from gradmesh.ops.transport import Axis, Transport, as_flat, assemble, counts, pack
 from gradmesh.types import P, R, V
 
 
@@ -54,9 +54,9 @@ class Join(Split):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
-        known = None if compiling() else self.memo.get(x.shape)
+        known = self.memo.get(x.shape) if type(x) is Tensor else None  # a tracer has symbolic shapes
         sizes, lengths, whole = known or self.once(x.shape, lambda: self.layout(x.shape))
-        flat = pack(x, self.dim, (x.shape[self.dim],))
+        flat = as_flat(x)
         if whole is not None:
             return wire.gather(flat, lengths, whole, even=self.sizes.each is None)
         return assemble(
@@ -98,7 +98,7 @@ class ReduceScatter(Split):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its slice and add the received ones."""
-        known = None if compiling() else self.memo.get(x.shape)
+        known = self.memo.get(x.shape) if type(x) is Tensor else None  # a tracer has symbolic shapes
         sizes, lengths, shape = known or self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, sizes)
         return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.each is None)

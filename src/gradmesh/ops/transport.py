@@ -276,7 +276,8 @@ def dense(x: Tensor) -> Tensor:
 
 def as_flat(x: Tensor) -> Tensor:
     """The elements of any strided tensor as a dense buffer, copied only if need be."""
-    x = x.resolve_conj().resolve_neg().contiguous()
+    if type(x) is not Tensor or x.is_neg() or x.is_conj() or not x.is_contiguous():
+        x = dense(x)
     return x if x.dim() == 1 else x.view(-1)
 
 

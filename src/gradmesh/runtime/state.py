@@ -244,8 +244,8 @@ _process_state = RankState()
 
 def rank_state() -> RankState:
     """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
-    found = getattr(threads.here, "kept", None)
-    return found if isinstance(found, RankState) else _process_state
+    found: RankState | None = threads.here.kept
+    return _process_state if found is None else found
 
 
 CHECK_BLOCKS = [0]

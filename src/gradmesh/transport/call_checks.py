@@ -349,9 +349,11 @@ _counted: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
     """The calling rank's counter of the calls on a group."""
-    found = _counted.get(group)
+    found: Calls | None = getattr(group, "calls", None) or _counted.get(group)
     if found is None:
         found = _counted[group] = Calls(group)
+        if hasattr(group, "calls"):
+            group.calls = found
     return found
 
 

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from operator import index
 
@@ -196,7 +196,7 @@ class GroupTransport(Transport):
     def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a result, recycled if it is large."""
         if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < packing.SMALLEST:
-            return like.new_empty(shape)
+            return like.new_empty(*shape) if shape else like.new_empty(())  # a tuple takes torch longer
         return packing.empty(shape, like.dtype, like.device)
 
 
@@ -742,6 +742,11 @@ TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {}
 `TorchGroup`."""
 
 
+@cache
+def _default(kind: type[dist.ProcessGroup]) -> type[Transport]:
+    return OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
+
+
 def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     """The transport for one op; without a check of its call nothing is compared."""
     if axis.size == 1:
@@ -751,8 +756,7 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     if call_check is not None:
         call_check.calls = calls_of(axis.group)
     kind = type(axis.group)
-    own = OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
-    found = TRANSPORTS.get(kind, own)(axis, call_check)
+    found = (TRANSPORTS.get(kind) or _default(kind))(axis, call_check)
     if INSTALLED[0]:
         for each in instruments():
             found = each.sending(found)

@@ -77,7 +77,7 @@ def _shown_at_origin(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
     outer = ORIGINS.get(thread)
     ORIGINS[thread] = recorded.show_origin
     try:
-        return _followed(op, x, recorded)
+        return _followed(op, x, recorded) if INSTALLED[0] else _checked(op, x, recorded)
     finally:
         if outer is None:
             del ORIGINS[thread]

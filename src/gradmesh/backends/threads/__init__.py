@@ -55,8 +55,15 @@ class _Seat:
     made: dict[object, int] = dataclasses.field(default_factory=dict)
 
 
-here = threading.local()
-"""In the threads that are ranks: `.seat`, and in `.kept` the object that was passed to `seated`."""
+class _Here(threading.local):
+    """In the threads that are ranks, the seat and the object that was passed to `seated`."""
+
+    def __init__(self) -> None:
+        self.seat: _Seat | None = None
+        self.kept: Any = None
+
+
+here = _Here()
 
 
 def rank_locals() -> object:
@@ -65,7 +72,8 @@ def rank_locals() -> object:
     >>> rank_locals() is None
     True
     """
-    return getattr(here, "kept", None)
+    kept: object = here.kept
+    return kept
 
 
 @contextlib.contextmanager
@@ -108,7 +116,7 @@ def register() -> None:
 
 
 def _create(options: Any, _backend_options: object) -> ThreadsGroup:
-    seat: _Seat | None = getattr(here, "seat", None)
+    seat = here.seat
     if seat is None:
         raise ArgumentError.of(
             "the threads backend can only be used in thread ranks",
