@@ -80,20 +80,20 @@ def test_no_memory_is_shared_between_ranks() -> None:
 
 def test_rank_state_is_rank_local() -> None:
     def work() -> tuple[int, bool]:
-        mine = threads.rank_locals()
+        mine = threads.here.kept
         assert isinstance(mine, RankState)
         mine.put(dist.get_rank())
         dist.barrier()
         helper: list[object] = []
-        thread = threading.Thread(target=lambda: helper.append(threads.rank_locals()))
+        thread = threading.Thread(target=lambda: helper.append(threads.here.kept))
         thread.start()
         thread.join()
-        again = threads.rank_locals()
+        again = threads.here.kept
         assert again is mine
         return mine.objects[int], helper == [None]
 
     assert ranks(work) == [(0, True), (1, True), (2, True)]
-    assert threads.rank_locals() is None
+    assert threads.here.kept is None
 
 
 def test_an_outer_world_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from gradmesh._torch.compilers import (
 )
 from gradmesh._torch.groups import abort_group, default_store, duplicate_group, is_known, join_through
 from gradmesh._torch.modes import (
-    apply_in_c,
     dispatch_modes,
     forward_level,
     forward_level_open,

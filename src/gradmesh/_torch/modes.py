@@ -26,12 +26,6 @@ unwrap_if_dead: Callable[[Tensor], Tensor] = required("torch._C._functorch.unwra
 """The tensor in a wrapper of a torch.func transform that is over."""
 
 
-def apply_in_c(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` of a Function, without what torch before 2.15 does in Python for torch.func and for dead wrappers."""
-    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return found
-
-
 def to_list(x: Tensor) -> list[Any]:
     """`x.tolist()`, which torch 2.9 cannot do inside of a torch.func transform."""
     if torch.__version__ < "2.11" and functorch_active():

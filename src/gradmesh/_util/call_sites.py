@@ -45,38 +45,27 @@ Site = tuple[CodeType, int] | None
 _is_internal: dict[str, bool] = {}
 """For each source file, whether it belongs to torch, gradmesh or the Python runtime."""
 
-ORIGINS: dict[int, Callable[[], str]] = {}
+ORIGINS: dict[int, Callable[[], str] | None] = {}
 """For each thread that runs the backward of a call: describes the forward call."""
 
-
-class _Seen(threading.local):
-    """What overrides `call_site` in a thread."""
-
-    def __init__(self) -> None:
-        self.site: Site = None
-
-
-_seen = _Seen()
+_overrides: dict[int, Site] = {}  # by thread: the call site while it runs a call of another one, else None
 
 
 @contextlib.contextmanager
 def seen_from(site: Site) -> Iterator[None]:
     """Make `call_site` return the call site of another thread, whose call runs here."""
-    before = _seen.site
-    _seen.site = site
+    thread = threading.get_ident()
+    before, _overrides[thread] = _overrides.get(thread), site
     try:
         yield
     finally:
-        _seen.site = before
+        _overrides[thread] = before
 
 
 def call_site(internal_frames: int = 1) -> Site:
-    """The innermost frame outside torch and gradmesh; cheap, as it is only shown in errors.
-
-    The first so many frames are known to be of gradmesh: Python does not make an object of a frame that is passed over.
-    """
-    if _seen.site is not None:
-        return _seen.site
+    """The innermost frame outside torch and gradmesh; the first so many are, and Python makes no objects of them."""
+    if _overrides and (override := _overrides.get(threading.get_ident())) is not None:
+        return override
     frame = sys._getframe(internal_frames)
     while frame is not None:
         code = frame.f_code

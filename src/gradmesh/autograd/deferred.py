@@ -9,7 +9,6 @@ same op adds to the entry too, and runs the reductions at the end of that backwa
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import threading
@@ -237,15 +236,12 @@ class DeferredReductions:
         due = self._due.get(backward_pass())
         if due is None:
             due = self._due[backward_pass()] = _Due()
-            after_pass(functools.partial(self._take_due, due))
+            after_pass(lambda: self.take(due.axes))
         due.axes.add(entry.op.axis)
         if torch.is_grad_enabled() or not can_accumulate_later(entry.leaf):
             return False
         entry.add(grad)
         return True
-
-    def _take_due(self, due: _Due) -> None:
-        self.take(due.axes)
 
     # -- reduction
 

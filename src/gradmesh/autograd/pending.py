@@ -50,6 +50,7 @@ from gradmesh.autograd.rule import (
     on_device_of,
     recorded,
     refuse_dropped,
+    token_after,
     token_of,
     zero_for,
 )
@@ -160,7 +161,7 @@ class _StartNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         made.start(x)
-        ctx.made, following = made, torch.zeros_like(token) if token.is_cpu else zero_for(token)
+        ctx.made, following = made, token_after(token)
         ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
         # On the operand's device: autograd runs the nodes of a device on one thread, in the reverse order of forward.
@@ -196,7 +197,7 @@ class _WaitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         y = made.result()
-        ctx.made, following = made, torch.zeros_like(token) if token.is_cpu else zero_for(token)
+        ctx.made, following = made, token_after(token)
         ctx.op, ctx.call = made.op, made.call  # where the node of a synchronous call has them
         ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
         ctx.save_for_backward(token if made.call.ordered else following)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import (
-    apply_in_c,
     dispatch_modes,
     enters_graphs,
     forward_level,
@@ -126,7 +125,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
         return op.run(x, call)  # a node would be recorded as a Python call, which cannot be saved
     transforms = functorch_active() or forward_level() >= 0
     if call is None and not transforms and not torch.is_grad_enabled():
-        return op.run(x) if type(op) is Traced else run.apply(op, x)
+        return _run(op, x)
     call, token, needs_backward = recorded(op, x, call, token)
     if needs_backward or transforms:
         if token is None:  # a tracer accepts only its own tensors
@@ -134,7 +133,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
             token = torch.zeros(1, device="cpu") if own else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
-        y = op.run(x, call) if type(op) is Traced else run.apply(op, x, call)
+        y = _run(op, x, call)
     if call.peer_flags is not None and call.others_need_backward:
         return attach_backward(op, x, y, call)
     return y
@@ -204,11 +203,11 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
     if functorch_active():
         made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     elif (deferred := rank_state().of_thread.deferred) is not None:
-        made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))
+        made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))  # type: ignore[no-untyped-call]
     elif INSTALLED[0]:
         made = _Node.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     else:
-        made = _apply(op, unwrap_if_dead(x), token, call)
+        made = _apply_in_c(op, unwrap_if_dead(x), token, call)
     return made
 
 
@@ -282,6 +281,13 @@ class _Moved(torch.autograd.Function):
         return _Moved.apply(following, ctx.device), None  # type: ignore[no-untyped-call]
 
 
+def token_after(token: Tensor) -> Tensor:
+    """The token of a node with the argument `token`."""
+    if token is DETACHED_TOKEN:
+        return token.detach()
+    return torch.zeros_like(token) if token.is_cpu else zero_for(token)
+
+
 def zero_for(x: Tensor, device: torch.device | None = None) -> Tensor:
     """A zero on the device of a tensor, or on another; without a kernel for each, and fake beside a fake tensor."""
     device = device or x.device
@@ -299,9 +305,16 @@ class _FinishedCall:
     def __init__(self, op: Op, y: Tensor) -> None:
         self.op, self.y = op, y
 
-    def run(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - as of `Traced`
+    def run(self, x: Tensor, call: CallRecord | None) -> Tensor:  # noqa: ARG002 - as of `Traced`
         """Return the stored result."""
         return self.y
+
+
+def _run(op: Op | _FinishedCall, x: Tensor, call: CallRecord | None = None) -> Tensor:
+    """Run an op without a node; exact types, since isinstance is slow on abstract classes."""
+    own = type(op) is Traced or type(op) is _FinishedCall
+    y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
+    return y
 
 
 def _compiled(op: Op, x: Tensor) -> Tensor:
@@ -373,11 +386,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
-        own = (
-            type(op) is Traced or type(op) is _FinishedCall
-        )  # exactly: isinstance is slow on abstract classes
-        y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
-        return y, torch.zeros_like(token)
+        return _run(op, x, call), torch.zeros_like(token)
 
     @staticmethod
     def setup_context(
@@ -387,8 +396,8 @@ class _Rule(torch.autograd.Function):
         ctx.op = op.op if isinstance(op, _FinishedCall) else op
         ctx.operand, ctx.result = x.shape, output[0].shape
         ctx.dtype, ctx.device = x.dtype, x.device
-        # The deferred check has looked already; else `apply_unordered` and three more have called this.
-        ctx.call.site = ctx.call.site or call_site(4)
+        # The deferred check has looked already; else five frames of gradmesh are above this one.
+        ctx.call.site = ctx.call.site or call_site(5)
         # One tensor in both cases: a checkpoint counts saved tensors, and may recompute outside of ordered().
         ctx.save_for_backward(token if ctx.call.ordered else output[1])
         ctx.set_materialize_grads(False)
@@ -453,14 +462,12 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord
     ) -> tuple[Tensor, Tensor]:
-        own = type(op) is Traced or type(op) is _FinishedCall
-        y: Tensor = op.run(x, call) if own else run.apply(op, x, call)  # type: ignore[union-attr, arg-type]
-        plain = torch.Tensor.detach if token is DETACHED_TOKEN else torch.zeros_like if token.is_cpu else zero_for
-        output = y, plain(token)
+        output = _run(op, x, call), token_after(token)
         _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp
 
 
-_apply = apply_in_c(_Node)
+# In C: before torch 2.15, `_Node.apply` does more in Python, for transforms and dead wrappers.
+_apply_in_c: Any = super(torch.autograd.Function, _Node).apply

@@ -30,7 +30,14 @@ from torch import Tensor
 
 from gradmesh._torch import fused_attention, is_fake, is_legacy_batched, tracing, transforms_active
 from gradmesh.autograd.pending import AsyncCollective, runs_async, started
-from gradmesh.autograd.rule import DETACHED_TOKEN, apply, apply_ordered, apply_unordered, grad_token, zero_for
+from gradmesh.autograd.rule import (
+    DETACHED_TOKEN,
+    apply,
+    apply_ordered,
+    apply_unordered,
+    grad_token,
+    token_after,
+)
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.inputs import check_own_size
 from gradmesh.nn.sequence import Order, positions_of, sizes_of, spans
@@ -411,11 +418,8 @@ class Ring:
             return [self.start(hop, x, next(calls)).result for x in tensors]
 
         size = self.axis.size
-        return travel(size, [torch.cat((k, v), -1)] if size > 1 else [], at, _add_to, send, send)
-
-
-def _add_to(came: Tensor, local: Tensor) -> Tensor:
-    return local.add_(came)
+        block = [torch.cat((k, v), -1)] if size > 1 else []
+        return travel(size, block, at, lambda came, local: local.add_(came), send, send)
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
@@ -556,7 +560,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> tuple[Tensor, ...]:
         ctx.ring, ctx.call, out, lse = result
-        following = torch.zeros_like(token) if token.is_cpu else zero_for(token)
+        following = token_after(token)
         ctx.save_for_backward(token if ctx.call.ordered else following, q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse, following

@@ -54,8 +54,7 @@ class Join(Split):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
-        known = self.memo.get(x.shape) if type(x) is Tensor else None  # a tracer has symbolic shapes
-        sizes, lengths, whole = known or self.once(x.shape, lambda: self.layout(x.shape))
+        sizes, lengths, whole = self.once(x, self.layout)
         flat = as_flat(x)
         if whole is not None:
             return wire.gather(flat, lengths, whole, even=self.sizes.each is None)
@@ -98,8 +97,7 @@ class ReduceScatter(Split):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its slice and add the received ones."""
-        known = self.memo.get(x.shape) if type(x) is Tensor else None  # a tracer has symbolic shapes
-        sizes, lengths, shape = known or self.once(x.shape, lambda: self.layout(x.shape))
+        sizes, lengths, shape = self.once(x, self.layout)
         flat = pack(x, self.dim, sizes)
         return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.each is None)
 

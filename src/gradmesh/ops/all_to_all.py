@@ -61,8 +61,7 @@ class AllToAll(LinearOp):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pack a part for each rank, exchange, join."""
-        known = self.memo.get(x.shape) if type(x) is Tensor else None  # a tracer has symbolic shapes
-        sizes, send, receive, joined, shape, even = known or self.once(x.shape, lambda: self.layout(x.shape))
+        sizes, send, receive, joined, shape, even = self.once(x, self.layout)
         flat = pack(x, self.split_dim, sizes)
         return assemble(
             lambda shape: wire.exchange(flat, send, receive, shape, even=even), shape, self.concat_dim, joined

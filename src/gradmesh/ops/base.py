@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.dtypes import BITS, NEVER_COPIED
@@ -29,7 +29,6 @@ from gradmesh.ops.transport import Transport
 from gradmesh.types import Type
 
 T = TypeVar("T")
-compiling = is_compiling
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
@@ -160,9 +159,9 @@ class Op(abc.ABC):
 
     @cached_property
     def memo(self) -> BoundedCache:
-        """What is known of its calls: results of `once` by key, signatures by operand, dtypes that it accepts.
+        """What is known of its calls: results of `once` by shape, signatures by operand, dtypes that it accepts.
 
-        Small calls look here before they call `once` or `accepts`. Nothing in it may refer to the op: those of a group
+        Nothing in it may refer to the op: those of a group
         that keeps no ops are freed with their call, and equal ones share what is known.
         """
         return Op.memo_of(self)
@@ -173,13 +172,13 @@ class Op(abc.ABC):
         values = _plain_values(type(self))
         return () if values is None else (type(self), self.axis.name, *values(self))
 
-    def once(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Compute once per key; in a program that is being compiled, every time."""
-        if compiling():
-            return work()
-        found: T | None = self.memo.get(key)
+    def once(self, x: Tensor, work: Callable[[Sequence[int]], T]) -> T:
+        """Compute once for a shape of operands; a tracer's has symbolic sizes."""
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return work(x.shape)
+        found: T | None = self.memo.get(x.shape)
         if found is None:
-            found = self.memo[key] = work()
+            found = self.memo[x.shape] = work(x.shape)
         return found
 
     @property

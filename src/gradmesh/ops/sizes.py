@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op
@@ -106,21 +106,17 @@ class Sizes:
 
     def check(self, op: Op, dim: int, expected: int, got: int) -> None:
         """Raise if the operand's size along `dim` differs from the expected one."""
-        if expected != got:
-            self._refuse(op, dim, expected, got)
-
-    def _refuse(self, op: Op, dim: int, expected: int, got: int) -> NoReturn:
+        if expected == got:
+            return
+        right = (*self.explicit[: op.axis.rank], got, *self.explicit[op.axis.rank + 1 :])
         name = "concat_sizes" if op.verb == "all_to_all" else "sizes"
         op.fail(
             f"dim {dim} of the operand does not match sizes on this rank",
             expected=f"size {expected}, from {name}={self.each}",
             got=f"size {got}",
-            remedy=f"pass the actual sizes, such as {name}={self._with(op.axis.rank, got)} if the others are right, or "
+            remedy=f"pass the actual sizes, such as {name}={right} if the others are right, or "
             f'{name}="auto" to exchange them',
         )
-
-    def _with(self, rank: int, size: int) -> tuple[int, ...]:
-        return (*self.explicit[:rank], size, *self.explicit[rank + 1 :])
 
     def __str__(self) -> str:
         return "equal" if self.each is None else str(self.each)

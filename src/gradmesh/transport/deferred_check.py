@@ -287,7 +287,7 @@ class Checker:
         self.closed = False  # whether it has ended
         self._at_once: tuple[str, int, list[int]] | None = None
         self.returned = 0  # the functions launched when the last one of them returned; 0: none has
-        if threads.rank_locals() is None:
+        if threads.here.kept is None:
             self.threads.add(threading.main_thread().ident or 0)
         self.rank = dist.get_rank()
         self._state = rank_state()
@@ -304,7 +304,7 @@ class Checker:
         self._connection: _Connection | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._take_place = None if threads.rank_locals() is None else threads.stand_in()
+        self._take_place = None if threads.here.kept is None else threads.stand_in()
         self._thread = threading.Thread(target=self._run, name="gradmesh deferred check", daemon=True)
         _checkers.add(self)
         _watch_steps()

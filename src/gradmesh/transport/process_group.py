@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import index
 
@@ -742,11 +742,6 @@ TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {}
 `TorchGroup`."""
 
 
-@cache
-def _default(kind: type[dist.ProcessGroup]) -> type[Transport]:
-    return OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
-
-
 def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     """The transport for one op; without a check of its call nothing is compared."""
     if axis.size == 1:
@@ -756,7 +751,8 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     if call_check is not None:
         call_check.calls = calls_of(axis.group)
     kind = type(axis.group)
-    found = (TRANSPORTS.get(kind) or _default(kind))(axis, call_check)
+    own = OwnGroupTransport if issubclass(kind, OwnGroup) else TorchGroup
+    found = TRANSPORTS.get(kind, own)(axis, call_check)
     if INSTALLED[0]:
         for each in instruments():
             found = each.sending(found)

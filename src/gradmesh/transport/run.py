@@ -45,13 +45,11 @@ from gradmesh.types import I, R, Type
 
 def apply(op: Op, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
     """Run an op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
-    if not op.__module__.startswith("gradmesh."):
-        # The frames of `transfer` are the program's, and the call is made further out.
-        with seen_from(call_site()):
-            return _shown_at_origin(op, x, recorded)
-    if recorded is not None and recorded.origin is not None:
+    if op.__module__.startswith("gradmesh."):
         return _shown_at_origin(op, x, recorded)
-    return _followed(op, x, recorded) if INSTALLED[0] else _checked(op, x, recorded)
+    # The frames of `transfer` are the program's, and the call is made further out.
+    with seen_from(call_site()):
+        return _shown_at_origin(op, x, recorded)
 
 
 def _memo(op: Op) -> BoundedCache:
@@ -74,15 +72,11 @@ def _shown_at_origin(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
     if recorded is None or recorded.origin is None:
         return _followed(op, x, recorded)
     thread = get_ident()
-    outer = ORIGINS.get(thread)
-    ORIGINS[thread] = recorded.show_origin
+    outer, ORIGINS[thread] = ORIGINS.get(thread), recorded.show_origin
     try:
-        return _followed(op, x, recorded) if INSTALLED[0] else _checked(op, x, recorded)
+        return _followed(op, x, recorded)
     finally:
-        if outer is None:
-            del ORIGINS[thread]
-        else:
-            ORIGINS[thread] = outer
+        ORIGINS[thread] = outer
 
 
 def _followed(op: Op, x: Tensor, recorded: CallRecord | None) -> Tensor:
@@ -171,8 +165,8 @@ def _check_of(op: Op, x: Tensor, recorded: CallRecord | None) -> OpCallCheck | N
         if own and not x.is_cpu:
             return None
         deferred = not own
-    src: Type | None = getattr(op, "src", None)
-    compared = op.sends or (level == FULL and src in (R, I) and not deferred)
+    src: Type | None = getattr(op, "src", None) if level == FULL else None
+    compared = op.sends or (src in (R, I) and not deferred)
     if not compared and (recorded is None or not recorded.flags & NEEDS_BACKWARD or not op.sends_back):
         return None
     said: Signature | None = op.memo.get((x.shape, x.dtype))

@@ -1629,4 +1629,4 @@ def _stackable(x: Tensor) -> Tensor:
 
 def _mean(op: LinearOp) -> LinearOp:
     kept = not compiling() and hasattr(op.axis.group, "kept")
-    return op.once(Mean, lambda: Mean(op)) if kept else Mean(op)
+    return (op.memo.get(Mean) or op.memo.setdefault(Mean, Mean(op))) if kept else Mean(op)

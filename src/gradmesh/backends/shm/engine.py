@@ -326,9 +326,11 @@ class RefusedError(Exception):
 class AsyncWork(OwnWork):
     """The base class of calls and messages; the engine completes them."""
 
-    def __init__(self, engine: Engine, result: object, shown: Shown) -> None:
+    def __init__(
+        self, engine: Engine, result: object, shown: Shown, complete: Callable[[Any, float | None], None]
+    ) -> None:
         super().__init__(result)
-        self.engine, self.shown = engine, shown
+        self.engine, self.shown, self._complete = engine, shown, complete
         self.over = False  # has completed or failed; set last
         self.promise: Promise | None = None  # of the future that was requested at the time `asked`
         self.asked = 0.0
@@ -351,6 +353,13 @@ class AsyncWork(OwnWork):
         return self.over
 
     @override
+    def finish(self, seconds: float | None) -> None:
+        if not self.over:
+            self._complete(self, seconds)
+        if self.error is not None:
+            raise self.error
+
+    @override
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is completed with the call, which the progress thread advances."""
         with self.engine.lock:
@@ -371,16 +380,9 @@ class CallWork(AsyncWork):
     """A pending collective of one rank."""
 
     def __init__(self, engine: Engine, steps: Steps, result: object, inference: bool, shown: Shown) -> None:
-        super().__init__(engine, result, shown)
+        super().__init__(engine, result, shown, engine.finish)
         self.steps = steps
         self.inference = inference
-
-    @override
-    def finish(self, seconds: float | None) -> None:
-        if not self.over:
-            self.engine.finish(self, seconds)
-        if self.error is not None:
-            raise self.error
 
     @override
     def late(self) -> list[int]:
@@ -391,7 +393,7 @@ class MessageWork(AsyncWork):
     """A pending message of one rank."""
 
     def __init__(self, engine: Engine, under_way: Send | Receive, result: object, shown: Shown) -> None:
-        super().__init__(engine, result, shown)
+        super().__init__(engine, result, shown, engine.deliver)
         self.under_way = under_way
 
     def settle(self) -> None:
@@ -406,13 +408,6 @@ class MessageWork(AsyncWork):
         if not super().is_over():
             self.engine.check_peer(self)
         return self.over
-
-    @override
-    def finish(self, seconds: float | None) -> None:
-        if not self.over:
-            self.engine.deliver(self, seconds)
-        if self.error is not None:
-            raise self.error
 
     @override
     def late(self) -> list[int]:

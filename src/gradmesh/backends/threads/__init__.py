@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gradmesh.backends.threads.group import ThreadsGroup
     from gradmesh.backends.threads.rendezvous import World
 
-__all__ = ["here", "rank_locals", "register", "seated", "stand_in"]
+__all__ = ["here", "register", "seated", "stand_in"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,21 +66,10 @@ class _Here(threading.local):
 here = _Here()
 
 
-def rank_locals() -> object:
-    """The object that was passed to `seated` for the calling rank; None in any other thread.
-
-    >>> rank_locals() is None
-    True
-    """
-    kept: object = here.kept
-    return kept
-
-
 @contextlib.contextmanager
 def seated(world: World, rank: int, kept: object) -> Iterator[None]:
-    """Make the calling thread a rank of the world, and store an object for `rank_locals`."""
-    here.seat = _Seat(world, rank)
-    here.kept = kept
+    """Make the calling thread a rank of the world, and store an object in `here.kept`."""
+    here.seat, here.kept = _Seat(world, rank), kept
     _torch.adopt_thread(world.seed + rank)
     # Keep backward on the rank's thread for every device, since other threads do not belong to a rank.
     world.rank_of_thread[threading.get_ident()] = rank
@@ -116,8 +105,7 @@ def register() -> None:
 
 
 def _create(options: Any, _backend_options: object) -> ThreadsGroup:
-    seat = here.seat
-    if seat is None:
+    if (seat := here.seat) is None:
         raise ArgumentError.of(
             "the threads backend can only be used in thread ranks",
             expected="a thread that was started by gradmesh.launch",

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh._torch.threads import of_thread
-from gradmesh._util.call_sites import ORIGINS, call_site, origin
+from gradmesh._util.call_sites import call_site, origin
 from gradmesh.backends.own_group import CallCheck, Done, OwnGroup, OwnWork, Tensors, promised, reduction
 from gradmesh.backends.threads import rendezvous
 from gradmesh.backends.threads.rendezvous import Contribution, Exchange, Group, Receive, Waitable
@@ -200,7 +200,7 @@ class ThreadsGroup(OwnGroup):
         pieces: object,
         call_check: CallCheck | None,
     ) -> None:
-        back = origin() if ORIGINS else None
+        back = origin()
         part = Contribution(call, [given], [out], call_site(), pieces, call_check, back, True)
         meeting = self.shared.meet(self.place, part, kernel)
         try:
