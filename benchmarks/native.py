@@ -3,17 +3,19 @@
 Three groups of the same ranks; each round times every one in turn, call by call. A figure is the median over the rounds
 of the slowest rank, in microseconds; all_gather + backward are `gm.all_gather` and `torch.autograd.grad` of its result.
 `--memory` measures what the copies of an all_gather cost by themselves, one or several processes at a time; `--parts`,
-what of a small call is gradmesh's, and what torch's.
+what of a small call is gradmesh's, and what torch's; `--recycled`, a call with recycled and with fresh memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from gradmesh.backends.shm.data_path import is_native
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}
 COLUMNS = ("shm, C", "shm, Python", "gloo")
+SET_PTRACER = 0x59616D61
+"""PR_SET_PTRACER of linux/prctl.h."""
 
 # torch 2.13 renamed both.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -141,8 +145,17 @@ def parts(rounds: int) -> dict[str, list[float]]:
     return taken
 
 
+def read(process: int, address: int, out: Tensor) -> Callable[[], object]:
+    """Fills a tensor from the memory of another process; Linux only."""
+    to, source = ((ctypes.c_size_t * 2)(start, out.nbytes) for start in (out.data_ptr(), address))
+    way = partial(ctypes.CDLL(None).process_vm_readv, process, to, 1, source, 1, 0)
+    if way() != out.nbytes:
+        raise OSError("the memory of the other rank cannot be read")
+    return way
+
+
 def copies(length: int, rounds: int = 200) -> list[float]:
-    """Microseconds of the copies of an all_gather on this rank: fastest of some rounds of three ways."""
+    """Microseconds of the copies of an all_gather on this rank: fastest of some rounds of four ways."""
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = torch.zeros(size, length, dtype=torch.uint8).share_memory_()
@@ -150,10 +163,19 @@ def copies(length: int, rounds: int = 200) -> list[float]:
     dist.all_gather_object(everyone, shared)
     chunks = [each[number] for number, each in enumerate(everyone)]
     given, out, private = (torch.zeros(n, length, dtype=torch.uint8) for n in (1, size, size))
+    ctypes.CDLL(None).prctl(
+        SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0
+    )  # any process of the user may read this one's memory
+    sources: list[tuple[int, int]] = [(0, 0)] * size
+    dist.all_gather_object(sources, (os.getpid(), given.data_ptr()))
+
+    reads = [read(*source, row) for source, row in zip(sources, out, strict=True)]
+    reads[rank] = partial(out[rank].copy_, given[0])
     ways: list[Callable[[], object]] = [
         lambda: out.copy_(private),
         lambda: chunks[rank].copy_(given[0]),
         lambda: [out[number].copy_(chunk) for number, chunk in enumerate(chunks)],
+        lambda: [each() for each in reads],
     ]
     best = [float("inf")] * len(ways)
     for _ in range(rounds):
@@ -165,6 +187,31 @@ def copies(length: int, rounds: int = 200) -> list[float]:
     return best
 
 
+def recycled(rounds: int) -> dict[int, list[tuple[float, float]]]:
+    """Microseconds and page faults of a call by bytes of a rank, medians on this rank: recycled, fresh."""
+    torch.set_num_threads(1)
+    measured = {}
+    for length in (512 << 10, 768 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 32 << 20):
+        x, cotangent = torch.ones(length // 4, requires_grad=True), torch.ones(length // 2)
+        taken: dict[str, list[tuple[float, float]]] = {"512": [], "0": []}
+        for _ in range(rounds):
+            for limit, pairs in taken.items():
+                os.environ[environment.RECYCLE.name] = limit
+                environment.RECYCLE.forget()
+                for number in range(8):
+                    dist.barrier()
+                    faults, begin = getrusage(RUSAGE_SELF).ru_minflt, time.perf_counter()
+                    torch.autograd.grad(gm.all_gather(x), x, cotangent)
+                    spent = 1e6 * (time.perf_counter() - begin)
+                    if number > 2:  # those before have left memory of the other kind
+                        pairs.append((spent, getrusage(RUSAGE_SELF).ru_minflt - faults))
+        measured[length] = [
+            (statistics.median(spent), statistics.fmean(faults))
+            for spent, faults in (zip(*pairs, strict=True) for pairs in taken.values())
+        ]
+    return measured
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -173,7 +220,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--recycled", action="store_true")
     given = parser.parse_args(arguments)
+    if given.recycled:
+        print("| KiB a rank | recycled, us | page faults | fresh, us | page faults | fresh : recycled |")
+        print("|---|---|---|---|---|---|")
+        of_rank = gm.launch(recycled, 2, args=(given.rounds,), backend="shm")[0]
+        for length, ((warm, few), (cold, many)) in of_rank.items():
+            print(
+                f"| {length >> 10} | {warm:.0f} | {few:.0f} | {cold:.0f} | {many:.0f} | {cold / warm:.1f} |"
+            )
+        return
     if given.parts:
         print("| 4 B on 2 ranks | us |\n|---|---|")
         taken = gm.launch(parts, 2, args=(given.rounds,), backend="shm")
@@ -182,7 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if given.memory:
         print(
-            "| ranks | bytes a rank | into private memory | into its chunk | from all chunks |\n|---|---|---|---|---|"
+            "| ranks | bytes a rank | into private memory | into its chunk | from all chunks | from the ranks |\n"
+            "|---|---|---|---|---|---|"
         )
         for ranks in (1, 2, 4):
             for size in ("64 KiB", "512 KiB", "4 MiB"):

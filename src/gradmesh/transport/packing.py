@@ -1,8 +1,8 @@
 """What a transport does with memory: how it is sent, laid out, and recycled for large results on the CPU.
 
-For a fresh result of 32 MiB or more, page faults take longer than the transfer (see docs/reports/shm.md). So blocks of
-freed results are used again, in huge pages where available. The system may reclaim the pages of an idle block if memory
-runs short.
+For a fresh result, page faults may take a third of a call from 1 MiB on, and longer than the transfer from 32 MiB on
+(docs/reports/shm.md). So blocks of freed results are used again, in huge pages where available. The system may reclaim
+the pages of an idle block if memory runs short.
 
 The environment variable GRADMESH_RECYCLE limits the idle memory in MiB; it defaults to 512, and 0 turns recycling off.
 The storage of a recycled tensor cannot be resized.
@@ -96,8 +96,8 @@ def _kept_strides(
     return [*strides[:outer], expected, *strides[outer + 1 :]]
 
 
-SMALLEST = 1 << 22
-"""Bytes from which a result is recycled; below, the C library does it faster."""
+SMALLEST = 1 << 20
+"""Bytes from which a result is recycled: the C library may return such memory to the system each time it is freed."""
 _RECLAIMABLE = 1 << 24
 """Smallest block, in bytes, whose idle pages the system may reclaim; for smaller ones that costs a tenth."""
 _HUGE_PAGE = 1 << 21
@@ -119,7 +119,7 @@ class _Pool:
 
     def take(self, size: int) -> memoryview:
         """A block of that size or a little more."""
-        whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+        whole = size + -size % (_HUGE_PAGE if size >= _HUGE_PAGE else 1 << 16)
         block = self._idle_one(whole) or _fresh(whole)
         view = memoryview(block)
         # Only the tensor holds the view, so the view dies with the tensor.
