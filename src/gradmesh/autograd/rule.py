@@ -195,10 +195,7 @@ def attach_backward(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
 
 
 def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
-    """Run an op as a node of the graph.
-
-    Also a Python frame for profile functions, which cannot see `apply` where torch has it in C++.
-    """
+    """Run an op as a node of the graph, in a Python frame that profile functions see, unlike an `apply` in C++."""
     made: tuple[Tensor, Tensor]
     if functorch_active():
         made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]

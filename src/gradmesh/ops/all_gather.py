@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops.base import Along, shifted
+from gradmesh.ops.base import PLAIN, Along, shifted
 from gradmesh.ops.row import Example, Examples, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, as_flat, assemble, counts, pack
@@ -54,7 +54,8 @@ class Join(Split):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
-        sizes, lengths, whole = self.once(x, self.layout)
+        known = self.memo.get(x.shape) if type(x) in PLAIN else None
+        sizes, lengths, whole = known or self.once(x, self.layout)
         flat = as_flat(x)
         if whole is not None:
             return wire.gather(flat, lengths, whole, even=self.sizes.each is None)
@@ -97,7 +98,8 @@ class ReduceScatter(Split):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its slice and add the received ones."""
-        sizes, lengths, shape = self.once(x, self.layout)
+        known = self.memo.get(x.shape) if type(x) in PLAIN else None
+        sizes, lengths, shape = known or self.once(x, self.layout)
         flat = pack(x, self.dim, sizes)
         return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.each is None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.base import PLAIN, LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.ops.transport import Axis, Transport, assemble, counts, pack
@@ -61,7 +61,8 @@ class AllToAll(LinearOp):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pack a part for each rank, exchange, join."""
-        sizes, send, receive, joined, shape, even = self.once(x, self.layout)
+        known = self.memo.get(x.shape) if type(x) in PLAIN else None
+        sizes, send, receive, joined, shape, even = known or self.once(x, self.layout)
         flat = pack(x, self.split_dim, sizes)
         return assemble(
             lambda shape: wire.exchange(flat, send, receive, shape, even=even), shape, self.concat_dim, joined

@@ -30,6 +30,7 @@ from gradmesh.types import Type
 
 T = TypeVar("T")
 
+PLAIN = Tensor, Parameter  # the classes of operands that are not a tracer's
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
 
@@ -161,8 +162,8 @@ class Op(abc.ABC):
     def memo(self) -> BoundedCache:
         """What is known of its calls: results of `once` by shape, signatures by operand, dtypes that it accepts.
 
-        Nothing in it may refer to the op: those of a group
-        that keeps no ops are freed with their call, and equal ones share what is known.
+        Calls look here before they call `once`. Nothing in it may refer to the op: those of a group that keeps no ops
+        are freed with their call, and equal ones share what is known.
         """
         return Op.memo_of(self)
 
@@ -173,12 +174,10 @@ class Op(abc.ABC):
         return () if values is None else (type(self), self.axis.name, *values(self))
 
     def once(self, x: Tensor, work: Callable[[Sequence[int]], T]) -> T:
-        """Compute once for a shape of operands; a tracer's has symbolic sizes."""
-        if type(x) is not Tensor and type(x) is not Parameter:
-            return work(x.shape)
-        found: T | None = self.memo.get(x.shape)
-        if found is None:
-            found = self.memo[x.shape] = work(x.shape)
+        """Compute for a shape of operands, and keep what was found; a tracer's has symbolic sizes."""
+        found = work(x.shape)
+        if type(x) in PLAIN:
+            self.memo[x.shape] = found
         return found
 
     @property
