@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import gradmesh as gm
 from gradmesh.transport import packing
 
 MOMENTS = 40
@@ -55,3 +56,17 @@ def test_a_result_that_the_collector_frees_may_come_back_at_any_moment_of_a_call
         taken.fill_(moment)
         assert taken[0] == taken[-1] == moment
     assert came_back
+
+
+def test_a_result_of_one_mebibyte_is_in_the_memory_of_an_earlier_one() -> None:
+    def on_each_rank() -> list[bool]:
+        x, again, taken = torch.ones(1 << 17), [], []
+        for _ in range(4):
+            y = gm.all_gather(x)
+            place = y.data_ptr()
+            del y
+            taken.append(torch.empty(1 << 18))  # the C library would give that memory to the next tensor
+            again.append(gm.all_gather(x).data_ptr() == place)
+        return again
+
+    assert gm.launch(on_each_rank, 2, backend="shm") == [[True] * 4] * 2

@@ -57,6 +57,18 @@ def test_world_of_a_rank_shares_no_field() -> None:
             assert mine is not getattr(c10d._world, name), f"{name} is the process's own"
 
 
+def test_a_tensor_that_has_left_its_transform_is_gathered_with_its_gradient() -> None:
+    def on_each_rank() -> tuple[list[float], list[float]]:
+        left: list[torch.Tensor] = []
+        x = torch.tensor([1.0, 2.0]).requires_grad_()
+        torch.func.grad(lambda inner: (left.append(inner), inner.sum())[1])(x)
+        y = gm.all_gather(left[0])
+        ((1 + gm.rank()) * y).sum().backward()
+        return y.tolist(), [] if x.grad is None else x.grad.tolist()
+
+    assert gm.launch(on_each_rank, 2, backend="threads") == [([1.0, 2.0, 1.0, 2.0], [3.0, 3.0])] * 2
+
+
 def test_a_group_can_be_aborted() -> None:
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
     assert _torch.groups._ABORT is not None
