@@ -108,13 +108,13 @@ class Sizes:
         """Raise if the operand's size along `dim` differs from the expected one."""
         if expected == got:
             return
-        right = (*self.explicit[: op.axis.rank], got, *self.explicit[op.axis.rank + 1 :])
+        actual = (*self.explicit[: op.axis.rank], got, *self.explicit[op.axis.rank + 1 :])
         name = "concat_sizes" if op.verb == "all_to_all" else "sizes"
         op.fail(
             f"dim {dim} of the operand does not match sizes on this rank",
             expected=f"size {expected}, from {name}={self.each}",
             got=f"size {got}",
-            remedy=f"pass the actual sizes, such as {name}={right} if the others are right, or "
+            remedy=f"pass the actual sizes, such as {name}={actual} if the others are right, or "
             f'{name}="auto" to exchange them',
         )
 
