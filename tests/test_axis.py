@@ -68,6 +68,20 @@ def test_subgroup_counts_its_members(threads: Threads) -> None:
     assert threads(4)(on_each_rank) == [refused, [0, 3.0, 0.0, [4]], refused, [1, 3.0, 3.0, [8]]]
 
 
+def test_an_error_of_a_subgroup_names_its_global_ranks(threads: Threads) -> None:
+    def on_each_rank() -> str:
+        group = dist.new_group([1, 3]) if gm.rank() % 2 else dist.new_group([0, 2])
+        try:
+            gm.all_gather(torch.ones(2 + gm.rank()), group)
+        except gm.MismatchError as error:
+            return str(error)
+        return ""
+
+    shown = threads(4)(on_each_rank)
+    assert "'group' of global ranks 0, 2, rank 0 of 2" in shown[0]
+    assert "'group' of global ranks 1, 3, rank 1 of 2" in shown[3]
+
+
 def test_a_group_may_be_there_twice(threads: Threads) -> None:
     def on_each_rank() -> list[int]:
         first, second = dist.new_group([0, 1]), dist.new_group([0, 1])

@@ -60,8 +60,13 @@ def test_world_of_a_rank_shares_no_field() -> None:
 def test_a_tensor_that_has_left_its_transform_is_gathered_with_its_gradient() -> None:
     def on_each_rank() -> tuple[list[float], list[float]]:
         left: list[torch.Tensor] = []
+
+        def summed(inner: torch.Tensor) -> torch.Tensor:
+            left.append(inner)
+            return inner.sum()
+
         x = torch.tensor([1.0, 2.0]).requires_grad_()
-        torch.func.grad(lambda inner: (left.append(inner), inner.sum())[1])(x)
+        torch.func.grad(summed)(x)
         y = gm.all_gather(left[0])
         ((1 + gm.rank()) * y).sum().backward()
         return y.tolist(), [] if x.grad is None else x.grad.tolist()

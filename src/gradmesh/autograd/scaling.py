@@ -81,14 +81,14 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, s: float | Tensor) -> Tensor:
-    y: Tensor = ScaleGradient.apply(x, s)  # type: ignore[no-untyped-call]
+    y: Tensor = _ScaleGradient.apply(x, s)  # type: ignore[no-untyped-call]
     return y
 
 
 allow_in_dynamo = enters_graphs(_scaled)
 
 
-class ScaleGradient(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """The autograd rule."""
 
     generate_vmap_rule = True

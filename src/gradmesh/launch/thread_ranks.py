@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,11 @@ class ThreadRanks:
         for thread in self._threads:
             thread.start()
         try:
-            self._run([self._join_world(rank) for rank in range(size)], None).values()
+            limit = group_timeout(self.timeout)
+            join = partial(
+                dist.init_process_group, "threads", store=self._store, world_size=size, timeout=limit
+            )
+            self._run([partial(join, rank=rank) for rank in range(size)], None).values()
         except BaseException:
             self.kill()
             raise
@@ -84,11 +89,6 @@ class ThreadRanks:
         self.alive = False
         self._world.stop(lambda: AbortedError.of("the launch was stopped"))
         self._end_threads()
-
-    def _join_world(self, rank: int) -> Callable[[], None]:
-        return lambda: dist.init_process_group(
-            "threads", store=self._store, rank=rank, world_size=self.size, timeout=group_timeout(self.timeout)
-        )
 
     def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
         with contextlib.nullcontext() if self._prefixes[0] is None else prefixed_streams():

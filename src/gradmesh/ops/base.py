@@ -29,7 +29,6 @@ from gradmesh.ops.transport import Transport
 from gradmesh.types import Type
 
 T = TypeVar("T")
-
 PLAIN = Tensor, Parameter  # the classes of operands that are not a tracer's
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""

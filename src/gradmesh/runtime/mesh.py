@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -286,7 +287,11 @@ class Axis:
         return self
 
     def __str__(self) -> str:
-        return f"{self.name!r}, rank {self.rank} of {self.size}"
+        members = ""
+        if self.name == "group":
+            with contextlib.suppress(KeyError):  # torch does not know the group
+                members = f" of global ranks {reprlib.repr(dist.get_process_group_ranks(self.group))[1:-1]}"
+        return f"{self.name!r}{members}, rank {self.rank} of {self.size}"
 
 
 AxisLike = str | dist.ProcessGroup | DeviceMesh | Axis | None

@@ -175,7 +175,14 @@ class Call:
                 )
             operand_desc, x = x.operand_desc, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
-            self._refuse_dtensor(x)
+            self.fail(
+                "DTensor operands are not supported",
+                expected="this rank's local tensor",
+                got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
+                remedy="pass x.to_local(grad_placements=[...]) with Shard(dim) for a shard, Partial() for a\n"
+                "replicated tensor that each rank uses differently, Replicate() for one that every rank uses alike or\n"
+                "for a partial sum; DTensor.from_local(y, mesh, [...]) converts the result back",
+            )
         if x.dtype in NEVER_COPIED:
             self.fail(
                 "unsupported dtype: torch implements no copy kernel for it",
@@ -245,16 +252,6 @@ class Call:
         if found is None:
             found = kept[key] = kind(self.axis, *fields, **self.precision)
         return found
-
-    def _refuse_dtensor(self, x: Tensor) -> NoReturn:
-        self.fail(
-            "DTensor operands are not supported",
-            expected="this rank's local tensor",
-            got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
-            remedy="pass x.to_local(grad_placements=[...]) with Shard(dim) for a shard, Partial() for a replicated\n"
-            "tensor that each rank uses differently, Replicate() for one that every rank uses alike or for a\n"
-            "partial sum; DTensor.from_local(y, mesh, [...]) converts the result back",
-        )
 
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
