@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._functorch import eager_transforms, predispatch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -72,6 +73,40 @@ def test_a_tensor_that_has_left_its_transform_is_gathered_with_its_gradient() ->
         return y.tolist(), [] if x.grad is None else x.grad.tolist()
 
     assert gm.launch(on_each_rank, 2, backend="threads") == [([1.0, 2.0, 1.0, 2.0], [3.0, 3.0])] * 2
+
+
+def test_a_hook_that_frees_what_one_call_saved_leaves_the_other_calls_theirs() -> None:
+    def freed(saved: torch.Tensor) -> torch.Tensor:
+        kept = saved.clone()
+        saved.untyped_storage().resize_(0)
+        return kept
+
+    def on_each_rank() -> list[float]:
+        x, gradients = torch.tensor([1.0, 2.0]).requires_grad_(), list[float]()
+        for pack in (freed, torch.clone):
+            with saved_tensors_hooks(pack, lambda kept: kept):
+                y = gm.all_gather(x)
+            gradients += torch.autograd.grad(((1 + gm.rank()) * y).sum(), x)[0].tolist()
+        return gradients
+
+    assert gm.launch(on_each_rank, 2, backend="threads") == [[3.0] * 4] * 2
+
+
+def test_a_tool_that_replaces_apply_of_functions_sees_those_of_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, seen = torch.autograd.Function, list[str]()
+
+    def apply(cls: Any, *args: Any) -> Any:
+        seen.append(cls.__name__)
+        return torchs.__get__(None, cls)(*args)
+
+    def on_each_rank() -> list[float]:
+        x = torch.ones(1, requires_grad=True)
+        return torch.autograd.grad(gm.all_gather(x).sum(), x)[0].tolist()
+
+    torchs = inspect.getattr_static(function, "apply")
+    monkeypatch.setattr(function, "apply", classmethod(apply))
+    assert gm.launch(on_each_rank, 2, backend="threads") == [[2.0]] * 2
+    assert seen == ["_Node"] * 2
 
 
 def test_a_group_can_be_aborted() -> None:

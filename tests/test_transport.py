@@ -24,6 +24,7 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.transport import TRANSPORTS, Transport
+from gradmesh.transport.call_checks import Calls, calls_of
 from tests import contract
 from tests.conftest import Worlds
 
@@ -154,6 +155,16 @@ def test_nothing_above_the_transports_imports_a_backend(room: str) -> None:
     whole = PACKAGE / room
     files = whole.rglob("*.py") if whole.is_dir() else [whole.with_suffix(".py")]
     assert [file.name for file in files if "gradmesh.backends" in file.read_text()] == []
+
+
+def test_calls_on_a_group_of_another_package_are_counted_whatever_attributes_it_has() -> None:
+    class Foreign(dist.ProcessGroup):
+        calls = ("made elsewhere",)
+
+    group = Foreign(0, 1)  # type: ignore[call-arg]
+    assert isinstance(calls_of(group), Calls)
+    assert calls_of(group) is calls_of(group)
+    assert group.calls == ("made elsewhere",)
 
 
 def test_torch_is_asked_in_one_place_whether_it_compiles() -> None:

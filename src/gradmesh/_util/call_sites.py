@@ -63,7 +63,7 @@ def seen_from(site: Site) -> Iterator[None]:
 
 
 def call_site(internal_frames: int = 1) -> Site:
-    """The innermost frame outside torch and gradmesh; the first so many are inside, and cost nothing."""
+    """The innermost frame outside torch and gradmesh; `internal_frames` are known to be inside, and are skipped."""
     if _overrides and (override := _overrides.get(threading.get_ident())) is not None:
         return override
     frame = sys._getframe(internal_frames)

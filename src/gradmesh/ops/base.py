@@ -161,8 +161,8 @@ class Op(abc.ABC):
     def memo(self) -> BoundedCache:
         """What is known of its calls: results of `once` by shape, signatures by operand, dtypes that it accepts.
 
-        Calls look here before they call `once`. Nothing in it may refer to the op: those of a group that keeps no ops
-        are freed with their call, and equal ones share what is known.
+        Calls look here before they call `once`. Where the group keeps no ops, nothing in it may refer to the op: it is
+        freed with its call, and equal ones share what is known.
         """
         return Op.memo_of(self)
 
@@ -173,7 +173,7 @@ class Op(abc.ABC):
         return () if values is None else (type(self), self.axis.name, *values(self))
 
     def once(self, x: Tensor, work: Callable[[Sequence[int]], T]) -> T:
-        """Compute for a shape of operands, and keep what was found; a tracer's has symbolic sizes."""
+        """Compute for a shape; kept for operands that are plain, as those of tracers may have symbolic sizes."""
         found = work(x.shape)
         if type(x) in PLAIN:
             self.memo[x.shape] = found

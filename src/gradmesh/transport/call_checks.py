@@ -36,7 +36,7 @@ from torch import Tensor
 from gradmesh._torch import LastPass, backward_pass, function_backward, function_forward, in_plain_mode
 from gradmesh._util.caches import BoundedCache
 from gradmesh._util.call_sites import Site, call_site, show_site
-from gradmesh.backends.own_group import FLAGS, CallCheck, not_responding, unresponsive
+from gradmesh.backends.own_group import FLAGS, CallCheck, OwnGroup, not_responding, unresponsive
 from gradmesh.errors import CheckWarning, GradmeshError, MismatchError, message
 from gradmesh.ops.transport import bytes_of, dense
 from gradmesh.runtime.mesh import Axis
@@ -349,10 +349,11 @@ _counted: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
     """The calling rank's counter of the calls on a group."""
-    found: Calls | None = getattr(group, "calls", None) or _counted.get(group)
+    kept = getattr(group, "calls", None)  # of a group of gradmesh, which is faster
+    found: Calls | None = kept if type(kept) is Calls else _counted.get(group)
     if found is None:
         found = _counted[group] = Calls(group)
-        if hasattr(group, "calls"):
+        if isinstance(group, OwnGroup):
             group.calls = found
     return found
 

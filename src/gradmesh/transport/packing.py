@@ -1,8 +1,8 @@
 """What a transport does with memory: how it is sent, laid out, and recycled for large results on the CPU.
 
-For a fresh result, page faults may take a third of a call from 1 MiB on, and longer than the transfer from 32 MiB on
+For a fresh result, page faults may take almost half of a call from 1 MiB on, and three quarters from 64 MiB on
 (docs/reports/shm.md). So blocks of freed results are used again, in huge pages where available. The system may reclaim
-the pages of an idle block if memory runs short.
+the pages of an idle block of 16 MiB or more if memory runs short.
 
 The environment variable GRADMESH_RECYCLE limits the idle memory in MiB; it defaults to 512, and 0 turns recycling off.
 The storage of a recycled tensor cannot be resized.
