@@ -201,7 +201,7 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
         made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     elif (deferred := rank_state().of_thread.deferred) is not None:
         made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))  # type: ignore[no-untyped-call]
-    elif vars(torch.autograd.Function).get("apply") is not _TORCHS_APPLY:  # a tool has replaced it
+    elif _FUNCTION.get("apply") is not _TORCHS_APPLY:  # a tool has replaced it
         made = _Node.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     else:
         made = _apply_in_c(op, unwrap_if_dead(x), token, call)
@@ -280,7 +280,7 @@ class _Moved(torch.autograd.Function):
 
 def token_after(token: Tensor) -> Tensor:
     """The token of a node with the argument `token`, in memory of its own, as hooks get what a node saves."""
-    return torch.zeros_like(token) if token.is_cpu else zero_for(token)
+    return token.new_zeros(1) if token.is_cpu else zero_for(token)
 
 
 def zero_for(x: Tensor, device: torch.device | None = None) -> Tensor:
@@ -466,4 +466,4 @@ class _Node(torch.autograd.Function):
 
 # In C: before torch 2.15, `_Node.apply` does more in Python, for transforms and dead wrappers.
 _apply_in_c: Any = super(torch.autograd.Function, _Node).apply
-_TORCHS_APPLY: Any = vars(torch.autograd.Function).get("apply")
+_TORCHS_APPLY: Any = (_FUNCTION := vars(torch.autograd.Function)).get("apply")

@@ -361,15 +361,15 @@ def _axis_or_world(which: AxisLike, op: str) -> Axis:
 
 def resolve(which: AxisLike, op: str) -> Axis:
     """Find an axis; `op` is the caller's name for error texts."""
-    if isinstance(which, Axis):
-        return which
-    if isinstance(which, str):
-        return _of_mesh(current_mesh(), which, op)
     if which is None:
         state, world = rank_state(), dist.group.WORLD
         if state.mesh is not None and (mesh := current_mesh()) is not None:
             return _of_mesh(mesh, None, op)
         return _of_group(world_group(op) if world is None else world, "world")
+    if isinstance(which, Axis):
+        return which
+    if isinstance(which, str):
+        return _of_mesh(current_mesh(), which, op)
     if isinstance(which, dist.ProcessGroup):
         return _of_group(which, "group")
     if isinstance(which, DeviceMesh):
