@@ -22,7 +22,7 @@ _COLLECTIVE = "a collective"
 functorch_active: Callable[[], bool] = required("torch._C._are_functorch_transforms_active", _COLLECTIVE)
 """Whether a torch.func transform is running."""
 
-unwrap_if_dead: Callable[[Tensor], Tensor] = required("torch._C._functorch.unwrap_if_dead", _COLLECTIVE)
+unwrap_if_dead = find("torch._C._functorch.unwrap_if_dead", without="small calls take a little longer")
 """The tensor in a wrapper of a torch.func transform that is over."""
 
 

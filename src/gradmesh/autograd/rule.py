@@ -201,7 +201,7 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
         made = _Rule.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     elif (deferred := rank_state().of_thread.deferred) is not None:
         made = deferred.recorded(op, x, call, lambda: _Node.apply(op, x, token, call))  # type: ignore[no-untyped-call]
-    elif _FUNCTION.get("apply") is not _TORCHS_APPLY:  # a tool has replaced it
+    elif unwrap_if_dead is None or _FUNCTION.get("apply") is not _TORCHS_APPLY:  # or a tool has replaced it
         made = _Node.apply(op, x, token, call)  # type: ignore[no-untyped-call]
     else:
         made = _apply_in_c(op, unwrap_if_dead(x), token, call)
