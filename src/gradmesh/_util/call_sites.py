@@ -46,7 +46,7 @@ _is_internal: dict[str, bool] = {}
 """For each source file, whether it belongs to torch, gradmesh or the Python runtime."""
 
 ORIGINS: dict[int, Callable[[], str] | None] = {}
-"""For each thread that runs the backward of a call: describes the forward call."""
+"""For each thread that runs the backward of a call: describes the forward call; None: it did so before."""
 
 _overrides: dict[int, Site] = {}  # by thread: the call site while it runs a call of another one, else None
 
@@ -63,7 +63,7 @@ def seen_from(site: Site) -> Iterator[None]:
 
 
 def call_site(internal_frames: int = 1) -> Site:
-    """The innermost frame outside torch and gradmesh; `internal_frames` are known to be inside, and are skipped."""
+    """The innermost frame outside torch and gradmesh; `internal_frames`, this one too, are skipped."""
     if _overrides and (override := _overrides.get(threading.get_ident())) is not None:
         return override
     frame = sys._getframe(internal_frames)

@@ -391,7 +391,7 @@ class _Rule(torch.autograd.Function):
         ctx.op = op.op if isinstance(op, _FinishedCall) else op
         ctx.operand, ctx.result = x.shape, output[0].shape
         ctx.dtype, ctx.device = x.dtype, x.device
-        # The deferred check has looked already; else five frames of gradmesh are above this one.
+        # The deferred check has looked already. Five: `call_site`, this, and three that have called it.
         ctx.call.site = ctx.call.site or call_site(5)
         # One tensor in both cases: a checkpoint counts saved tensors, and may recompute outside of ordered().
         ctx.save_for_backward(token if ctx.call.ordered else output[1])

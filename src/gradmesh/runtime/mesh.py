@@ -288,8 +288,8 @@ class Axis:
 
     def __str__(self) -> str:
         members = ""
-        if self.name == "group":
-            with contextlib.suppress(KeyError):  # torch does not know the group
+        if self.name == "group" and self.group is not None:  # None: an axis that only describes a call
+            with contextlib.suppress(KeyError, ValueError):  # torch does not know the group
                 members = f" of global ranks {reprlib.repr(dist.get_process_group_ranks(self.group))[1:-1]}"
         return f"{self.name!r}{members}, rank {self.rank} of {self.size}"
 

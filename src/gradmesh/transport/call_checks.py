@@ -349,7 +349,7 @@ _counted: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
     """The calling rank's counter of the calls on a group."""
-    kept = getattr(group, "calls", None)  # of a group of gradmesh, which is faster
+    kept = getattr(group, "calls", None)  # by the groups of gradmesh, for small calls
     found: Calls | None = kept if type(kept) is Calls else _counted.get(group)
     if found is None:
         found = _counted[group] = Calls(group)
